@@ -69,8 +69,8 @@ def find_near_copies(parts: Sequence[np.ndarray], hashes: Sequence[bytes]) -> np
     ratios = np.maximum(contrasts[first], contrasts[second]) / np.minimum(contrasts[first], contrasts[second])
     is_near = (distances <= MAX_DISTANCE) & (ratios <= MAX_CONTRAST_RATIO)
     is_near &= np.abs(colors[first] - colors[second]).max(1, initial=0) <= MAX_COLOR_DIFFERENCE
-    found = np.sort(np.stack([first, second], axis=1)[is_near], axis=1).astype(np.int64)
-    return found[np.lexsort((found[:, 1], found[:, 0]))]
+    near_pairs = np.sort(np.stack([first, second], axis=1)[is_near], axis=1).astype(np.int64)
+    return near_pairs[np.lexsort((near_pairs[:, 1], near_pairs[:, 0]))]
 
 
 def join_near_copies(pairs: np.ndarray, hashes: Sequence[bytes]) -> list[bytes]:

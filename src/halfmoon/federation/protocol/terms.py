@@ -6,6 +6,7 @@ Equal terms have equal hashes, and every message contains the hash.
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -21,6 +22,7 @@ from halfmoon.config.validation import MEASURED_COHORT, effective_norm
 from halfmoon.core import hubs, toml, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
+from halfmoon.data.groups import hash_pixels
 from halfmoon.federation.protocol import bundle, header, limits
 from halfmoon.federation.protocol.disclosure import Disclosure, describe_uploads
 from halfmoon.federation.protocol.log import TermsSummary, format_bytes
@@ -438,6 +440,29 @@ def load_labeled_images(folder: Path, terms: Terms, decoded_folder: Path) -> Ima
         raise UserError(f"{folder} has no labeled image: name some in its labels.csv.")
     labels = map_labels(site, terms)
     return Images(np.array(site.images[labeled_rows]), labels[labeled_rows])
+
+
+def describe_held_out(images: Mapping[Path, Images], train: np.ndarray | None = None) -> list[str]:
+    """Describe in sentences what is wrong with folders of labeled images: unreadable images, and images in two folders.
+
+    Args:
+        images: the readable images of each folder. A folder after another one may not have its images.
+        train: training images, which none of the folders may have, uint8 (N, H, W, C); None for none.
+    """
+    notes: list[str] = []
+    seen: dict[bytes, str] = {} if train is None else dict.fromkeys(hash_pixels(train), "training images")
+    for folder, labeled in images.items():
+        count = int((read_site(folder).labels >= 0).sum())
+        if unreadable := count - len(labeled):
+            notes.append(f"{unreadable:,} of {count:,} labeled images in {folder} cannot be read and are left out")
+        hashes = hash_pixels(labeled.images)
+        for other, number in Counter(seen[key] for key in hashes if key in seen).items():
+            notes.append(
+                f"{number:,} of {len(labeled):,} images in {folder} are {other} as well, so an accuracy on them is too "
+                "high: take them out of one of the two"
+            )
+        seen |= dict.fromkeys(hashes, f"images in {folder}")
+    return notes
 
 
 def map_labels(site: SiteFolder, terms: Terms) -> np.ndarray:

@@ -38,12 +38,13 @@ from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol.messages import (
     FinalModel,
     MalformedMessage,
+    PermanentRefusal,
     Receipt,
     Refusal,
     read_message,
     write_message,
 )
-from halfmoon.federation.protocol.terms import image_spec_name, load_labeled_images
+from halfmoon.federation.protocol.terms import describe_held_out, image_spec_name, load_labeled_images
 from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
 from halfmoon.federation.server.cohorts import Quarantine
@@ -180,6 +181,8 @@ class FederationServer:
         warning = defense_warning(config)
         if warning is not None:
             log.record("warning", warning)
+        for note in self._describe_images():
+            log.record("warning", note)
         atomic_io.write_atomically(self.path / TERMS_FILE, terms.text.encode())
 
         spool = Spool(self.path / SPOOL_FOLDER)
@@ -409,7 +412,18 @@ class FederationServer:
         return folder
 
     def _load_images(self, folder: Path) -> Images:
-        return load_labeled_images(folder, self.plan.terms, folder / STATE_FOLDER / image_spec_name(self.plan.terms))
+        try:
+            return load_labeled_images(
+                folder, self.plan.terms, folder / STATE_FOLDER / image_spec_name(self.plan.terms)
+            )
+        except PermanentRefusal as error:
+            # Its text is for the server of another machine; the cause names folder and classes.
+            raise error.__cause__ or error from None
+
+    def _describe_images(self) -> list[str]:
+        """Describe what is wrong with the server's folders of images (`describe_held_out`)."""
+        folders = dict.fromkeys((self.plan.server, self.plan.validation, self.plan.test))
+        return describe_held_out({folder: self._load_images(folder) for folder in folders if folder is not None})
 
     def _quarantine(self) -> Quarantine:
         return Quarantine(self.plan.terms.sites, self.plan.rules.strikes, self.path / QUARANTINE_FILE)

@@ -36,6 +36,7 @@ from halfmoon.federation.protocol.messages import (
 from halfmoon.federation.protocol.terms import (
     Terms,
     decode_folder,
+    describe_held_out,
     image_spec_name,
     load_labeled_images,
     map_labels,
@@ -528,11 +529,15 @@ class SiteImages:
         train = model_inputs.prepare_training(local_clients.dataset.train)
         compute_device = local_clients.dataset.train.labels.device
         held_out: dict[str, Examples] = {}
+        held_out_images: dict[Path, Images] = {}
         for purpose, folder_path in {"tests": self.tests, "validations": self.validations}.items():
             if folder_path is not None:
                 decoded_folder = self.state_folder / f"{purpose}-{image_spec_name(terms)}"
                 images = load_labeled_images(folder_path, terms, decoded_folder)
+                held_out_images[folder_path] = images
                 held_out[purpose] = model_inputs.prepare_test(to_examples(images, compute_device))
+        for note in describe_held_out(held_out_images, folder.images if held_out_images else None):
+            log.record("held_out_images", note)
         dataset = replace(local_clients.dataset, train=train)
         local_clients = replace(local_clients, dataset=dataset, views=model_inputs.views)
         return replace(site, task=model_inputs.task, local_clients=local_clients, held_out=HeldOut(**held_out))
