@@ -157,15 +157,23 @@ def test_history_distinguishes_a_reversed_update_from_one_of_different_classes()
     assert kept(honest, store) == [0, 1, 2, 3, 4, 5]
 
 
-def test_sums_too_large_for_their_images_are_left_out():
-    """Four clients of 1 to 4 images send 1 to 4 in sum; one of 5 images sends 100, twenty for each of its images."""
-    upload = Upload({}, torch.arange(1.0, 6.0).double(), {"moments": torch.tensor([[1.0], [2], [3], [4], [100]])})
+@pytest.mark.parametrize(
+    ("images", "moments", "expected"),
+    [([1, 2, 3, 4, 5], [1, 2, 3, 4, 100], [0, 1, 2, 3]), ([1, 2, 3, 4, 100], [1, 2, 3, 4, 100], [0, 1, 2, 3, 4])],
+)
+def test_sums_too_large_for_their_images_are_left_out(
+    images: list[float], moments: list[float], expected: list[int]
+) -> None:
+    """Four clients of 1 to 4 images send 1 to 4 in sum. A sum of 100 is twenty for each of 5 images, but one for each of
+    100."""
+    aux = {"moments": torch.tensor(moments, dtype=torch.float32)[:, None]}
+    upload = Upload({}, torch.tensor(images, dtype=torch.float64), aux)
     context = make_query_context(5, {})._replace(
         upload_spec=UploadSpec((), (), aux={"moments": Aux("sum", "statistic")})
     )
     aggregator = RobustAggregator("cosine", 0.2)
-    assert list(aggregator.process_uploads(context, upload)[0]) == [0, 1, 2, 3]
-    assert aggregator.row()["outside"][0]["part"] == "sums"
+    assert list(aggregator.process_uploads(context, upload)[0]) == expected
+    assert [outlier["part"] for outlier in aggregator.row().get("outside", [])] == ["sums"] * (5 - len(expected))
 
 
 def test_median_of_an_even_number_is_the_mean_of_the_middle_two():

@@ -48,6 +48,19 @@ def test_what_is_not_applied_is_refused(name: str):
         decode_prepared(GENERATED[name], "file", Preparation())
 
 
+@pytest.mark.parametrize(
+    ("bits", "values", "expected"),
+    [
+        (4, [0, 8, 15], [0, 136, 255]),  # 255 / 15 = 17
+        (8, [0, 127, 255], [0, 127, 255]),
+        (12, [15, 2047, 4095], [0, 127, 255]),  # the highest 8 bits: 2047 / 16 is not rounded up
+    ],
+)
+def test_colors_have_eight_bits(bits: int, values: list[int], expected: list[int]):
+    image = dicom._make_color_image(np.array([[values, [*reversed(values)]]], np.uint16), bits)
+    assert np.asarray(image).tolist() == [[expected, [*reversed(expected)]]]
+
+
 def test_padding_does_not_widen_an_estimated_window():
     """Grays from 1000 to 2000 with a border of 60000: the lightest gray is white, and the border is black."""
     pixels = np.linspace(1000, 2000, 32 * 32).astype(np.uint16).reshape(32, 32)

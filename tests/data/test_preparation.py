@@ -469,6 +469,8 @@ def test_false_sizes_before_the_true_one_do_not_hide_it() -> None:
     header = bytes.fromhex("ffc0000b0800080008010111 00")
     jpeg = compressed("JPEG", np.zeros((90, 70), np.uint8))
     assert {size[:2] for size in stream_sizes(jpeg[:2] + header + jpeg[2:])} == {(8, 8), (90, 70)}
+    for marker in (0x01, 0xD0, 0xD8):  # markers without a length
+        assert stream_sizes(bytes([*jpeg[:2], 0xFF, marker, *jpeg[2:]])) == {(90, 70, 1)}
     for cut in range(len(jpeg[:200])):
         assert stream_sizes(jpeg[:cut]) in (set(), {(90, 70, 1)})
     assert stream_sizes(b"") == stream_sizes(b"\x89PNG") == set()
