@@ -26,6 +26,7 @@ from halfmoon.federation.contract.small_federation import (
 )
 from halfmoon.methods import registry
 from halfmoon.models import Network, ResNet8, SmallCNN
+from halfmoon.models import hubs as model_hubs
 from halfmoon.models import registry as networks
 from halfmoon.models.finetuned import FineTunedNetwork, fine_tune
 from halfmoon.models.modules import from_factory
@@ -277,6 +278,27 @@ def test_network_of_torchvision_is_loaded_by_name(monkeypatch: pytest.MonkeyPatc
         networks.make("torchvision:tiny", 1, 4, (8, 8), "batch", None)
     with pytest.raises(UserError, match="no name of a network that another machine could make"):
         networks.from_description({"name": "transformers:some/where", "channels": 3, "classes": 4, "size": [8, 8]})
+
+
+def test_a_network_of_transformers_is_counted_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made on the device "meta" first, where its layers and parameters are counted without memory for them."""
+    devices: list[str] = []
+
+    class Auto:
+        @staticmethod
+        def from_config(config: object, attn_implementation: str) -> nn.Module:
+            devices.append(torch.get_default_device().type)
+            return nn.Linear(1, 1)
+
+    transformers = ModuleType("transformers")
+    transformers.AutoModelForImageClassification = Auto  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    monkeypatch.setattr(model_hubs, "_transformer_config", lambda *arguments: None)
+    model_hubs._transformer("transformers:{}", 3, 4, (8, 8))
+    assert devices == ["meta", "cpu"]
+    with torch.device("meta"):
+        model_hubs._transformer("transformers:{}", 3, 4, (8, 8))
+    assert devices == ["meta", "cpu", "meta"]
 
 
 def test_weights_that_were_read_do_not_change_with_their_file(tmp_path: Path) -> None:

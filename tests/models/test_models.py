@@ -22,6 +22,7 @@ from halfmoon.models import (
     registry,
     track,
 )
+from halfmoon.models.vectors import Standardize
 
 CASES = [  # 40 channels are 20 groups of 2, 80 are 20 groups of 4, 64 are 32 groups of 2
     (ResNet9(3, 10, 4), 16),
@@ -257,3 +258,9 @@ def test_the_number_of_parameters_is_known_without_building(name: str, width: in
     network = kind(channels=3, classes=7, norm="none" if kind.fixed_norm else "batch", width=width)
     with torch.device("meta"):
         assert registry.count_parameters(network) == tree.numel(network.init(torch.Generator())["params"])
+
+
+def test_vectors_are_standardized() -> None:
+    normalize = Standardize(center=torch.tensor([1.0, 1.0, 2.0]), scale=torch.tensor([2.0, 0.5, 1.0]))
+    vectors = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).reshape(2, 1, 1, 3)
+    assert normalize(vectors).tolist() == [[0.0, 0.5, 1.0], [6.0, 2.0, 4.0]]
