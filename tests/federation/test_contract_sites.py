@@ -4,12 +4,19 @@ In a file of its behind `test_contract.py`, whose runs it compares with: one pro
 """
 
 import pytest
-from test_contract import BATCHINGS, in_turn, row_of, straight
+from test_contract import BATCHINGS, DISTINCT, in_turn, row_of, straight
 
 from halfmoon.federation.contract import checks
 from halfmoon.methods import registry
 
-CASES = [case for case in in_turn(BATCHINGS) if not registry.entry(str(case.values[0])).pooled]
+CASES = [
+    # By default every third method: test_federation.py compares all of them over the application's messages.
+    pytest.param(
+        *case.values, marks=case.marks if DISTINCT.index(str(case.values[0])) % 3 == 0 else pytest.mark.nightly
+    )
+    for case in in_turn(BATCHINGS)
+    if not registry.entry(str(case.values[0])).pooled
+]
 
 
 @pytest.mark.parametrize(("name", "rule"), CASES)
