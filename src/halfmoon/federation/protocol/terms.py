@@ -450,18 +450,18 @@ def describe_held_out(images: Mapping[Path, Images], train: np.ndarray | None = 
         train: training images, which none of the folders may have, uint8 (N, H, W, C); None for none.
     """
     notes: list[str] = []
-    seen: dict[bytes, str] = {} if train is None else dict.fromkeys(hash_pixels(train), "training images")
+    source_of_pixels: dict[bytes, str] = {} if train is None else dict.fromkeys(hash_pixels(train), "training images")
     for folder, labeled in images.items():
         count = int((read_site(folder).labels >= 0).sum())
         if unreadable := count - len(labeled):
             notes.append(f"{unreadable:,} of {count:,} labeled images in {folder} cannot be read and are left out")
         hashes = hash_pixels(labeled.images)
-        for other, number in Counter(seen[key] for key in hashes if key in seen).items():
+        for other, number in Counter(source_of_pixels[key] for key in hashes if key in source_of_pixels).items():
             notes.append(
                 f"{number:,} of {len(labeled):,} images in {folder} are {other} as well, so an accuracy on them is too "
                 "high: take them out of one of the two"
             )
-        seen |= dict.fromkeys(hashes, f"images in {folder}")
+        source_of_pixels |= dict.fromkeys(hashes, f"images in {folder}")
     return notes
 
 
