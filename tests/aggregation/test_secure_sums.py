@@ -18,6 +18,7 @@ from recording_methods import make_context
 from test_contract import build_simulation
 
 from halfmoon.aggregation.secure import signing
+from halfmoon.aggregation.secure.csprng import generate_keystream
 from halfmoon.aggregation.secure.fixed_point import (
     SCALE,
     FixedPointMean,
@@ -97,6 +98,13 @@ def test_the_field_is_a_field() -> None:
 
     assert isprime(PRIME)
     assert not any(isprime(2**256 + k) for k in range(297))
+
+
+def test_coefficients_are_eight_words_of_the_keystream_each() -> None:
+    """Word by word, the lowest first: shorter coefficients would be easier to guess, and overlapping ones depend."""
+    words = [int(word) for word in generate_keystream(b"k" * 32, 8 * 100)]
+    expected = [sum(words[8 * k + i] << 64 * i for i in range(8)) % PRIME for k in range(100)]
+    assert draw_coefficients(b"k" * 32, 100) == expected
 
 
 def test_enough_shares_reveal_a_secret_and_fewer_do_not() -> None:

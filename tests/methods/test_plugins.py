@@ -95,6 +95,7 @@ def test_run_with_a_custom_method_network_and_split(here: Path, capsys) -> None:
         assert f"# {plugin_name}:{spec} from {plugin_name} without a version sha256 {digest}\n" in text
     assert "threshold = 0.5" in text
     assert str(here.parent) in os.environ["PYTHONPATH"].split(os.pathsep)  # processes started from here find it too
+    assert sys.path[0] == str(here.parent)  # before installed packages, as for a script of this folder
     assert cli.main(["resume", "r"]) == 0
     with pytest.raises(UserError, match="which is not loaded because a file or a server names it"):
         load_model("r")
