@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -328,3 +329,70 @@ def test_the_picture_of_the_packages_is_true() -> None:
         for path in (source / name).rglob("*.py"):
             used = set(re.findall(r"^\s*(?:from|import) halfmoon\.(\w+)", path.read_text(), re.MULTILINE))
             assert all(height[other] < height[name] for other in used - {name}), path
+
+
+def test_mutants_are_drawn_evenly() -> None:
+    """Each turn draws one mutant of each kind and package; a larger sample has the smaller one as its start."""
+    tool = load_script("tools/mutants.py")
+    places = [
+        tool.Mutant(package, kind, f"{package}.py", line, 0, operator, line)
+        for package in tool.PACKAGES
+        for kind in tool.KINDS
+        for line in range(3 if (package, kind) == ("core", "number") else 9)
+        for operator in ("first", "second")
+    ]
+    large = tool.draw(places, 100, seed=1)
+    assert large[:60] == tool.draw(places, 60, seed=1)
+    assert len({(each.path, each.kind, each.line) for each in large}) == 100
+    counts = [sum((each.package, each.kind) == cell for each in large) for cell in product(tool.PACKAGES, tool.KINDS)]
+    assert sorted(counts) == [3, *[4] * 18, *[5] * 5]
+    assert tool.draw(places, 100, seed=2) != large
+    assert {each.line for each in tool.draw(places, 1000, seed=1, is_valid=lambda each: each.line > 5)} == {6, 7, 8}
+
+
+def test_operators_replace_those_of_their_group() -> None:
+    kinds = {
+        "core/ReplaceComparisonOperator_Lt_GtE": "comparison",
+        "core/ReplaceComparisonOperator_Is_Lt": None,
+        "core/ReplaceBinaryOperator_Add_Sub": "arithmetic",
+        "core/ReplaceBinaryOperator_Add_BitOr": None,
+        "core/ReplaceUnaryOperator_USub_UAdd": "arithmetic",
+        "core/ReplaceUnaryOperator_Delete_Not": "boolean",
+        "core/NumberReplacer": "number",
+        "core/RemoveDecorator": None,
+    }
+    tool = load_script("tools/mutants.py")
+    assert {name: tool.kind_of(name) for name in kinds} == kinds
+
+
+def test_a_mutant_is_tested_by_what_runs_its_line() -> None:
+    """A default is evaluated on import, under no test; those that run its function stand in for it."""
+    tool = load_script("tools/mutants.py")
+    source = "LIMIT = 3\ndef f(a=1):\n    if a < (\n        2\n    ):\n        return 0\n    return 1\n"
+    contexts = {1: [""], 2: [""], 3: ["a|run", "b|run", "c|setup"], 6: ["a|run"], 7: ["b|run", "c|setup"]}
+    assert tool.covering_tests(source, 4, contexts) == {"a", "b", "c"}  # in the condition of lines 3 to 5
+    assert tool.covering_tests(source, 6, contexts) == {"a"}
+    assert tool.covering_tests(source, 2, contexts) == {"a", "b", "c"}
+    assert tool.covering_tests(source, 1, contexts) == {"a", "b", "c"}
+    assert tool.covering_tests(source, 1, {}) == set()
+    seconds = {"x::slow": 50.0, "x::fast": 1.0, "y::mirror": 2.0, "x::medium": 8.0}
+    tests = [*seconds, "x::failed"]
+    assert tool.select_tests(tests, seconds, "y::", 12.0) == ["y::mirror", "x::fast", "x::medium"]
+    assert tool.select_tests(["x::slow"], seconds, "y::", 12.0) == ["x::slow"]
+
+
+def test_types_are_no_places_of_mutants() -> None:
+    source = "def f(a: int | None = 1) -> int | str:\n    b: int | str = 2\n"
+    ranges = load_script("tools/mutants.py").annotation_ranges(source)
+    assert sorted(ranges) == [((1, 9), (1, 19)), ((1, 28), (1, 37)), ((2, 7), (2, 16))]
+
+
+def test_a_report_of_junit_has_the_tests_that_passed(tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(
+        '<testsuites><testsuite><testcase classname="tests.core.test_a" name="test_b[1-x]" file="tests/core/test_a.py" '
+        'time="0.5"/><testcase classname="tests.core.test_a.TestC" name="test_d" file="tests/core/test_a.py" time="2"/>'
+        '<testcase classname="tests.core.test_a" name="test_e" file="tests/core/test_a.py" time="1"><failure/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    found = load_script("tools/mutants.py").read_seconds(tmp_path / "junit.xml")
+    assert found == {"tests/core/test_a.py::test_b[1-x]": 0.5, "tests/core/test_a.py::TestC::test_d": 2.0}
