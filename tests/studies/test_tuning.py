@@ -86,6 +86,13 @@ def test_a_stopped_search_goes_on_with_the_trial_that_was_stopped(tmp_path: Path
         tune(Config(**TINY), KNOBS[:1], 4, [100], tmp_path / "t")
 
 
+def test_refused_data_leave_no_search(tmp_path: Path) -> None:
+    """The journal of the refused search refused the same search with corrected options."""
+    with pytest.raises(UserError, match="no data set or folder"):
+        tune(Config(**{**TINY, "data": "digit"}), KNOBS, 1, [100], tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
 def test_no_model_is_shown_a_test_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With other test images the search is the same, bit by bit; no row of any run speaks of them."""
     one = tune(Config(**TINY), KNOBS, 2, [100], tmp_path / "a")

@@ -62,7 +62,8 @@ def find_near_copies(parts: Sequence[np.ndarray], hashes: Sequence[bytes]) -> np
         return none
     units = thumbnails[rows] / lengths[rows, None, None]
     # The transform preserves distances, so those of the lowest frequencies are lower bounds of the whole distance.
-    low = dctn(units, axes=(1, 2), norm="ortho")[:, :LOW_FREQUENCIES, :LOW_FREQUENCIES].reshape(len(rows), -1)
+    spectra = np.asarray(dctn(units, axes=(1, 2), norm="ortho"))
+    low = spectra[:, :LOW_FREQUENCIES, :LOW_FREQUENCIES].reshape(len(rows), -1)
     pairs = KDTree(low).query_pairs(MAX_DISTANCE, output_type="ndarray")
     first, second = rows[pairs[:, 0]], rows[pairs[:, 1]]
     distances = np.array([np.linalg.norm(units[a] - units[b]) for a, b in pairs])
@@ -131,7 +132,8 @@ def _shrink(images: np.ndarray) -> np.ndarray:
     thumbnails = np.empty((len(images), THUMBNAIL_SIDE, THUMBNAIL_SIDE), np.float32)
     for row, pixels in enumerate(images):
         image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels))
-        thumbnails[row] = image.convert("L").resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BOX)
+        small = image.convert("L").resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BOX)
+        thumbnails[row] = np.asarray(small)
     return thumbnails
 
 

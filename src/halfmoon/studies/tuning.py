@@ -26,7 +26,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core import rng
 from halfmoon.core.errors import Diverged, UserError, install_command
 from halfmoon.core.spreadsheet import escape_formula
-from halfmoon.runs import runner
+from halfmoon.runs import factory, runner
 from halfmoon.storage import atomic_io
 from halfmoon.storage.events import EventRecorder, NullRecorder
 
@@ -175,6 +175,9 @@ def tune(
     search_id = json.dumps(
         [settings.to_toml(replace(config, run_dir=None)), [str(knob) for knob in knobs], list(seeds)]
     )
+    if not (folder / JOURNAL_FILE).exists():
+        # Before the journal is written: it would refuse the same search with corrected options of the data.
+        factory.get_split(config, factory.load_images(config))
     study = _open_study(optuna, folder)
     # TPE starts from its seed in every process: with the same seed, a resumed search would repeat its first
     # proposals. The number of trials in the journal makes the seed a new one.

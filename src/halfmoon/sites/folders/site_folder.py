@@ -212,7 +212,12 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     remedy = f"correct {table_name}" if table.file is not None else "move their images into one folder"
     findings = [
         *report("folders that cannot be opened", "make them readable", files.closed_folders, blocks=True),
-        *report(f"{table_name} cannot be read", table.remedy, table.faults, blocks=True),
+        *report(
+            f"{table_name} cannot be read",
+            table.remedy,
+            table.faults,
+            blocks=not (table.is_unread and has_classes(folder)),  # class folders give the labels
+        ),
         *report(
             f"{CLASSES_FILE} cannot be read", "repair it: one class name a line, in UTF-8", class_faults, blocks=True
         ),
