@@ -358,12 +358,12 @@ class ServerRuntime(ABC):
         self.cost = Cost(**cost)
 
     def _train_clients(
-        self, name: str, client_update: ClientUpdate, recipients: Tensor, broadcast: Tree, per_client: Tree
+        self, update_name: str, client_update: ClientUpdate, recipients: Tensor, broadcast: Tree, per_client: Tree
     ) -> Iterator[tuple[int, ClientResult]]:
         """Send the next query of the round to clients; count the cost and the metrics of each result, and yield it.
 
         Args:
-            name: the name of the update.
+            update_name: the name of the update.
             client_update: the update that they run.
             recipients: numbers of the clients, (n,). Those that drop out of this round do not train.
             broadcast: the tree that all of them receive.
@@ -376,7 +376,13 @@ class ServerRuntime(ABC):
         clients = to_ints(recipients[present])
         per_client = tree.map(lambda leaf: leaf[present], per_client)
         context = ClientContext(
-            client_update, self.views, self.seed, self._round, self._query, images_per_call(self.device), name
+            client_update=client_update,
+            views=self.views,
+            seed=self.seed,
+            round=self._round,
+            query=self._query,
+            view_images=images_per_call(self.device),
+            name=update_name,
         )
         self._query += 1
         precision = client_update.task.upload_precision

@@ -66,7 +66,7 @@ class SiteClients:
         """Send a query to the sites, check their replies, and yield the results of their local updates.
 
         With secure aggregation the sites exchange keys and shares before the query, and the masks are removed after it
-        (`MaskedSum`). A query to the server itself trains on its own labeled images.
+        (`MaskedSum`). A query to the server itself trains on the server's labeled images.
 
         Raises:
             TooFewReplies: if fewer sites than the quorum have sent a usable reply.
