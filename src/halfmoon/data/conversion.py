@@ -208,12 +208,15 @@ def read_unlabeled(
         return _read_image(images, preparation, name)[None], True
     if isinstance(images, np.ndarray | torch.Tensor):
         array = _to_numpy(images)
-        if array.ndim == 2 and preparation.size and array.shape[1] == math.prod(preparation.size) * channels:
+        pixels = math.prod(preparation.size) * channels if preparation.size else None
+        if array.ndim == 2 and array.shape[1] == pixels:
             raise UserError(
                 f"{name} has the shape {array.shape}, a row of numbers for each image: reshape it to (N, H, W) or "
                 "(N, H, W, C)."
             )
-        if array.ndim == 2 or (array.ndim == 3 and (array.shape[2] in CHANNELS or array.shape[0] == channels)):
+        has_channel_axis = array.ndim == 3 and (array.shape[2] in CHANNELS or array.shape[0] == channels)
+        is_one_image = array.ndim == 2 or has_channel_axis
+        if is_one_image:
             return _read_image(array, preparation, name)[None], True
         return preparation.convert(_read_batch(array, name)), False
     is_list = isinstance(images, Sequence) and not isinstance(images, str | tuple)
@@ -663,23 +666,28 @@ def _classify(
         Labels, int64 (N,), -1 for unlabeled images, and class names.
     """
     # Integers remain integers here, all other labels become strings.
-    texts = [_label_text(value, row, name) for row, value in enumerate(values)]
+    labels = [_label_text(value, row, name) for row, value in enumerate(values)]
     if names:
         dataset_names = tuple(normalize_class_name(str(each)) for each in names)
-        named = [
-            dataset_names[int(text)] if isinstance(text, int) and 0 <= text < len(dataset_names) else text
-            for text in texts
-        ]
-        # An integer without a name becomes a string, which `_number_labels` refuses unless it is in `classes`.
-        texts = [str(text) if isinstance(text, int) and text != UNKNOWN else text for text in named]
+        labels = [_name_integer(label, dataset_names) for label in labels]
         if classes is None:
             classes = dataset_names
     if classes is None:
-        present = {text for text in texts if text != UNKNOWN}
-        if len({type(text) for text in present}) > 1:
+        present = {label for label in labels if label != UNKNOWN}
+        if len({type(label) for label in present}) > 1:
             raise UserError(f"{name}: some labels are numbers and some are strings; give one kind.")
-        classes = sort_class_names(str(text) for text in present)
-    return _number_labels(texts, classes, name), tuple(classes)
+        classes = sort_class_names(str(label) for label in present)
+    return _number_labels(labels, classes, name), tuple(classes)
+
+
+def _name_integer(label: int | str, dataset_names: Sequence[str]) -> int | str:
+    """Replace an integer by the class name of this number; strings and `UNKNOWN` (-1) remain.
+
+    An integer without a name becomes a string, which `_number_labels` refuses unless it is a required class.
+    """
+    if isinstance(label, str) or label == UNKNOWN:
+        return label
+    return dataset_names[label] if label < len(dataset_names) else str(label)
 
 
 def _number_labels(texts: Sequence[int | str], classes: Sequence[str], name: str) -> np.ndarray:

@@ -146,31 +146,38 @@ def _decode_frame(file: Any, data: BinaryIO, location: str, pixels_start: int) -
 
 def _check_pixel_attributes(file: Any, location: str) -> None:
     """Raise ImageReadError for attributes that change the meaning of pixels in a way that is not implemented."""
-    kind = str(file.get("PhotometricInterpretation") or "")
-    samples = int(file.get("SamplesPerPixel") or 1)
-    stored = int(file.get("BitsStored") or 0)
-    high_bit = file.get("HighBit")
-    syntax = file.file_meta.get("TransferSyntaxUID")
-    reason = None
-    if not kind:
-        reason = "it does not state its Photometric Interpretation"
-    elif kind not in (*_GRAY_KINDS, *_COLOR_KINDS, "PALETTE COLOR"):
-        reason = "its Photometric Interpretation is not supported (only gray, palette, RGB and YBR are)"
-    elif samples != (3 if kind in _COLOR_KINDS else 1):
-        reason = f"it has {samples} samples per pixel, which does not fit its Photometric Interpretation"
-    elif kind not in _GRAY_KINDS and int(file.get("PixelRepresentation") or 0):
-        reason = "its colors are signed"
-    elif high_bit is not None and int(high_bit) != stored - 1 and stored and not (syntax and syntax.is_compressed):
-        # In compressed data, the stream itself defines the bits.
-        reason = f"its values of {stored} bits are stored at an unusual position (High Bit {int(high_bit)})"
-    elif kind == "MONOCHROME2" and file.get("PresentationLUTShape") == "INVERSE":
-        reason = "its Presentation LUT Shape contradicts its Photometric Interpretation"
-    elif file.get("PresentationLUTSequence"):
-        reason = "it has a Presentation LUT Sequence"
-    elif kind in _GRAY_KINDS and file.get("PixelPresentation") in ("COLOR", "MIXED"):
-        reason = "a part of its gray values stands for colors (Pixel Presentation)"
+    reason = _find_unsupported_attribute(file)
     if reason is not None:
         raise ImageReadError(f"{location}: {reason}; convert, replace or remove it.")
+
+
+def _find_unsupported_attribute(file: Any) -> str | None:
+    """Describe the first attribute for which the pixels of a file cannot be interpreted; None if there is none."""
+    kind = str(file.get("PhotometricInterpretation") or "")
+    is_gray = kind in _GRAY_KINDS
+    is_color = kind in _COLOR_KINDS
+    if not kind:
+        return "it does not state its Photometric Interpretation"
+    if not is_gray and not is_color and kind != "PALETTE COLOR":
+        return "its Photometric Interpretation is not supported (only gray, palette, RGB and YBR are)"
+    samples = int(file.get("SamplesPerPixel") or 1)
+    if samples != (3 if is_color else 1):
+        return f"it has {samples} samples per pixel, which does not fit its Photometric Interpretation"
+    if not is_gray and int(file.get("PixelRepresentation") or 0):
+        return "its colors are signed"
+    stored_bits = int(file.get("BitsStored") or 0)
+    high_bit = file.get("HighBit")
+    syntax = file.file_meta.get("TransferSyntaxUID")
+    is_compressed = syntax and syntax.is_compressed  # then the stream itself defines the bits
+    if high_bit is not None and stored_bits and int(high_bit) != stored_bits - 1 and not is_compressed:
+        return f"its values of {stored_bits} bits are stored at an unusual position (High Bit {int(high_bit)})"
+    if kind == "MONOCHROME2" and file.get("PresentationLUTShape") == "INVERSE":
+        return "its Presentation LUT Shape contradicts its Photometric Interpretation"
+    if file.get("PresentationLUTSequence"):
+        return "it has a Presentation LUT Sequence"
+    if is_gray and file.get("PixelPresentation") in ("COLOR", "MIXED"):
+        return "a part of its gray values stands for colors (Pixel Presentation)"
+    return None
 
 
 def _make_color_image(pixels: np.ndarray, bits: int) -> Image.Image:

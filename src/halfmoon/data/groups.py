@@ -49,6 +49,8 @@ def hash_pixels(images: np.ndarray) -> list[bytes]:
 def merge_equal_images(groups: Sequence[str] | None, hashes: Sequence[bytes]) -> list[str] | None:
     """Join the groups of images that have equal pixels, so that no image has a copy on the other side of a split.
 
+    For example an image of patient A that equals one of patient B joins both: all images of both get the name of one.
+
     Args:
         groups: The group of each image, "" for none; None if no image has a group.
         hashes: A hash of each image's pixels.

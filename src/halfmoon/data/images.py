@@ -1,7 +1,6 @@
 """Data sets in memory: uint8 images, integer labels, class names, pixel statistics."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -176,17 +175,20 @@ def _iterate_chunks(images: np.ndarray) -> Iterator[np.ndarray]:
 
     Memory-mapped arrays are read from their file instead: pages of the map would count as memory of this process.
     """
-    step = max(1, _CHUNK_BYTES // max(1, images[0].size)) if len(images) else 1
+    if not len(images):
+        return
+    step = max(1, _CHUNK_BYTES // max(1, images[0].size))
+    starts = range(0, len(images), step)
     is_mapped = isinstance(images, np.memmap) and images.filename is not None and images.flags.c_contiguous
-    with open(images.filename, "rb") if is_mapped else nullcontext() as file:  # type: ignore[union-attr]
-        if file is not None:
-            file.seek(images.offset)  # type: ignore[union-attr]
-        for first in range(0, len(images), step):
-            shape = (min(step, len(images) - first), *images.shape[1:])
-            if file is None:
-                yield images[first : first + step]
-            else:
-                yield np.frombuffer(file.read(int(np.prod(shape))), np.uint8).reshape(shape)
+    if not is_mapped:
+        for start in starts:
+            yield images[start : start + step]
+        return
+    with open(images.filename, "rb") as file:  # type: ignore[union-attr]
+        file.seek(images.offset)  # type: ignore[union-attr]
+        for start in starts:
+            shape = (min(step, len(images) - start), *images.shape[1:])
+            yield np.frombuffer(file.read(int(np.prod(shape))), np.uint8).reshape(shape)
 
 
 def pad_to(images: np.ndarray, size: int) -> np.ndarray:

@@ -379,6 +379,25 @@ def _refuse_other_formats(folder: Path) -> None:
         )
 
 
+def _find_test_shards(folder: Path, test: str, info: DatasetInfo | None) -> tuple[list[Path], str]:
+    """Find the parquet or Arrow files of the subset `test`, and write a note if they have another name.
+
+    Raises:
+        UserError: If there are none.
+    """
+    tests = parquet.find_shards(folder, test)
+    # Some known data sets have another name for their test subset.
+    if not tests and info and test == "test":
+        tests = parquet.find_shards(folder, info.test_part)
+    if tests:
+        return tests, ""
+    for name in ("validation", "valid", "val") if test == "test" else ():
+        tests = parquet.find_shards(folder, name)
+        if tests:
+            return tests, f"{folder} has no test*.parquet, so the images of {tests[0].name} are the test"
+    raise UserError(f"{folder}: there is no {test}*.parquet next to train*.parquet.")
+
+
 def _read_parquet(
     folder: Path, files: list[Path], info: DatasetInfo | None, test: str, cache: Path | None, preparation: Preparation
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
@@ -398,18 +417,7 @@ def _read_parquet(
     rgb = info is not None and info.gray  # some images of the data set are gray, and are converted to RGB
     # Decoded images are cached; this distinguishes different pixels and labels of the same files.
     cache_id = f"{'rgb' if rgb else ''}{preparation.cache_id}"
-    # Some known data sets have another name for their test subset, but files with the requested name have priority.
-    tests = parquet.find_shards(folder, test)
-    if not tests and info and test == "test":
-        tests = parquet.find_shards(folder, info.test_part)
-    selection_note = ""
-    if not tests and test == "test":
-        tests = next(filter(None, (parquet.find_shards(folder, name) for name in ("validation", "valid", "val"))), [])
-        if tests:
-            selection_note = f"{folder} has no test*.parquet, so the images of {tests[0].name} are the test"
-    if not tests:
-        raise UserError(f"{folder}: there is no {test}*.parquet next to train*.parquet.")
-
+    tests, selection_note = _find_test_shards(folder, test, info)
     text_classes = parquet.read_text_classes(files)
     if text_classes is not None:
         confirmation = f"name all classes in {folder / class_folders.CLASSES_FILE}, one a line"

@@ -59,21 +59,25 @@ def drop(z: Tensor, p: float, by_channel: bool, key: Tensor, call: int, real: Te
     """
     if p >= 1:
         return z * 0.0
-    shape = z.shape[:2] if by_channel else z.shape
-    # A row is numbered among the real ones: padding between groups of images does not change the masks.
+    dropped_shape = z.shape[:2] if by_channel else z.shape  # of what is dropped: channels or entries
+    # An image is numbered among the real ones: padding between groups of images does not change the masks.
     if real is None:
-        rows = torch.arange(images, device=z.device)
+        numbers = torch.arange(images, device=z.device)
     else:
-        rows = (real.cumsum(0) - 1).clamp_min(0)
-    entries = shape.numel() // images
-    positions = rows[:, None] * entries + torch.arange(entries, device=z.device)
+        numbers = (real.cumsum(0) - 1).clamp_min(0)
+    per_image = dropped_shape.numel() // images
+    positions = numbers[:, None] * per_image + torch.arange(per_image, device=z.device)
+    is_retained = _hash_to_uniform(positions, key, call) >= p
+    factors = is_retained.reshape(dropped_shape).to(z.dtype) / (1 - p)
+    return z * factors.reshape(*dropped_shape, *[1] * (z.dim() - len(dropped_shape)))
+
+
+def _hash_to_uniform(positions: Tensor, key: Tensor, call: int) -> Tensor:
+    """Hash positions, with the key of the step and the number of the dropout, to uniform numbers in [0, 1)."""
     # SplitMix64: numbers at equal distances (the golden ratio times 2^64), each of them scrambled.
     start = _scramble(key + _signed(_GOLDEN * (call + 1) % 2**64))
     bits = _scramble(start + _GOLDEN * positions)
-    # The upper 53 bits as a uniform number in [0, 1).
-    uniform = ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53
-    factors = (uniform >= p).reshape(shape).to(z.dtype) / (1 - p)
-    return z * factors.reshape(*shape, *[1] * (z.dim() - len(shape)))
+    return ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53  # the upper 53 bits
 
 
 def _signed(number: int) -> int:

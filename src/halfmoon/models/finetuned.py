@@ -165,34 +165,33 @@ def fine_tune(
     Raises:
         UserError: if the weights do not fit the network, a pattern matches no layer, or all parameters are frozen.
     """
-    values, fresh = fit_weights_to_network(network, weights, classes)
+    values, head_is_random = fit_weights_to_network(network, weights, classes)
     flat = tree.flatten(values)
     with torch.device("meta"):
-        every = list(tree.flatten(network.init(torch.Generator())))
-    parameters = [path.removeprefix("params/") for path in every if path.startswith("params/")]
+        paths = list(tree.flatten(network.init(torch.Generator())))
+    parameters = [path.removeprefix("params/") for path in paths if path.startswith("params/")]
     frozen_paths = _match_patterns(network, parameters, patterns)
     if len(frozen_paths) == len(parameters):
         raise UserError(f"freeze is {', '.join(patterns)}, which leaves nothing to train: freeze fewer layers.")
-    if fresh and any(is_head_path(network, path) for path in frozen_paths):
+    if head_is_random and any(is_head_path(network, path) for path in frozen_paths):
         raise UserError(
             f"freeze is {', '.join(patterns)}, but the head starts at random, as {weights.name} has none for these "
             "classes: freeze other layers."
         )
-    frozen_stats = {
-        path
-        for path in every
-        if path.startswith("stats/")
-        and _has_frozen_stats(path.removeprefix("stats/").rpartition("/")[0], frozen_paths, patterns)
-    }
+    stats = [path for path in paths if path.startswith("stats/")]  # such as "stats/block1a/mean"
+    frozen_stats: set[str] = set()
+    for path in stats:
+        layer = path.removeprefix("stats/").rpartition("/")[0]
+        if _has_frozen_stats(layer, frozen_paths, patterns):
+            frozen_stats.add(path)
     frozen = frozen_stats | {f"params/{path}" for path in frozen_paths}
     trained_leaves = {path: leaf for path, leaf in flat.items() if path not in frozen}
     frozen_leaves = {path: leaf for path, leaf in flat.items() if path in frozen}
     start = {"params": {}, "stats": {}, **tree.unflatten(trained_leaves)}
     fixed = {"params": {}, "stats": {}, **tree.unflatten(frozen_leaves)}
     # The network's kind of normalization is what is trained: "batch" only if running statistics still change.
-    tracked = any(path.startswith("stats/") and path not in frozen for path in every)
     norm = network.norm
-    if tracked:
+    if len(frozen_stats) < len(stats):
         norm = "batch"
     elif network.norm == "batch":
         norm = "none"
@@ -205,7 +204,7 @@ def fine_tune(
         inner=network,
         sha256=weights.sha256,
         patterns=patterns,
-        fresh=fresh,
+        fresh=head_is_random,
         start=start,
         frozen={**fixed, "params": tree.channels_last(fixed["params"])},
     )

@@ -171,10 +171,12 @@ def convert_names(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -
         raise UserError(
             f"transformers cannot read the weights of {hubs.short_name(name)} ({one_line(error)[:200]})."
         ) from error
-    # transformers initializes these at random; they must not count as tensors of the file.
-    absent = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
-    state = {key: value for key, value in loaded.state_dict().items() if key not in absent}
-    return state | {key: tensors[key] for key in (*info["unexpected_keys"], *absent) if key in tensors}
+    # transformers initializes tensors at random that are missing or have another shape: these are not of the file.
+    mismatched = {name for name, *_ in info["mismatched_keys"]}
+    random = {*info["missing_keys"], *mismatched}
+    renamed = {name: value for name, value in loaded.state_dict().items() if name not in random}
+    not_loaded = (*info["unexpected_keys"], *random)
+    return renamed | {name: tensors[name] for name in not_loaded if name in tensors}
 
 
 def _transformer(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
@@ -205,19 +207,19 @@ def _transformer_config(name: str, channels: int, classes: int, size: tuple[int,
     values = json.loads(name.partition(":")[2])
     model_type = values.pop("model_type")
     auto_config = importlib.import_module("transformers").AutoConfig
-    if "timm" in model_type:
+    if "timm" in model_type:  # transformers would load timm's network by the name in the configuration
         raise UserError(
             f"network {hubs.short_name(name)} stands for a network of timm",
             option="network",
             hint="give {network=timm:NAME}.",
         )
     defaults = auto_config.for_model(model_type).to_dict()
-    values = {key: value for key, value in values.items() if key in defaults and "backbone" not in key}
-    dropouts: dict[str, float] = {}
-    for key, value in {**defaults, **values}.items():
-        if "drop" in key and isinstance(value, int | float):
-            dropouts[key] = 0.0
-    config = auto_config.for_model(model_type, **{**values, **dropouts}, num_labels=classes, num_channels=channels)
+    options = {key: value for key, value in values.items() if key in defaults and "backbone" not in key}
+    for key, value in {**defaults, **options}.items():
+        is_dropout = "drop" in key and isinstance(value, int | float)
+        if is_dropout:
+            options[key] = 0.0
+    config = auto_config.for_model(model_type, **options, num_labels=classes, num_channels=channels)
     if hasattr(config, "image_size"):
         config.image_size = size[0] if size[0] == size[1] else list(size)
     return config

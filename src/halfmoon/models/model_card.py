@@ -174,8 +174,9 @@ def _find_contradiction(card: Card) -> str:
 
     Images of `input_size` are averaged over blocks of `shrink` x `shrink` pixels and then padded to the square `image`.
     """
-    channels, height, width = card.image
-    if channels not in (1, 3) or min(card.image) < 1 or min(card.input_size) < 1 or card.shrink < 1:
+    channels = card.image[0]
+    sizes_are_possible = min(*card.image, *card.input_size, card.shrink) >= 1
+    if channels not in (1, 3) or not sizes_are_possible:
         return f"images of {card.input_size} are shrunk by {card.shrink} to {card.image}"
     if len(card.classes) != card.network.classes or len(set(card.classes)) != len(card.classes):
         return f"{len(set(card.classes))} class names for {card.network.classes} classes"
@@ -187,13 +188,24 @@ def _find_contradiction(card: Card) -> str:
         return f"window {card.window}"
     if not 0 < card.temperature < math.inf:
         return f"a temperature of {card.temperature:g}"
-    if any(side % card.shrink for side in card.input_size):
-        return f"shrink {card.shrink} does not divide images of {card.input_size}"
-    shrunk = tuple(side // card.shrink for side in card.input_size)
-    if shrunk != (height, width) and (height != width or max(shrunk) > height):
-        return f"images of {shrunk} are padded to {(height, width)}"
+    size_contradiction = _find_size_contradiction(card)
+    if size_contradiction:
+        return size_contradiction
     try:
         card.network.check(card.image)
     except UserError as error:
         return str(error)
+    return ""
+
+
+def _find_size_contradiction(card: Card) -> str:
+    """Describe why the shrunk images cannot be padded to those of the network; "" if they can."""
+    _, height, width = card.image
+    if any(side % card.shrink for side in card.input_size):
+        return f"shrink {card.shrink} does not divide images of {card.input_size}"
+    shrunk = tuple(side // card.shrink for side in card.input_size)
+    is_padded = shrunk != (height, width)
+    can_be_padded = height == width and max(shrunk) <= height  # only squares result from padding
+    if is_padded and not can_be_padded:
+        return f"images of {shrunk} are padded to {(height, width)}"
     return ""

@@ -445,6 +445,26 @@ def _refusal(network: ModuleNetwork, reason: str, option: str | None = None) -> 
     return UserError(f"network {network.factory} cannot be used: {reason}.", option=option)
 
 
+def _find_layer_fault(layer: nn.Module) -> str | None:
+    """Describe why a layer cannot be part of a pure function under `torch.func.vmap`; None if it can."""
+    if isinstance(layer, LazyModuleMixin):
+        return "does not know its size before its first image"
+    # Layers that draw random numbers, but not with probability 0. Layers of `KINDS` are replaced by `_Dropout`.
+    if isinstance(layer, _RANDOM) and type(layer) not in KINDS and getattr(layer, "p", 1) > 0:
+        names = ", ".join(kind.__name__ for kind in KINDS)
+        return f"draws random numbers; of such layers only {names} are supported"
+    if isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0:
+        return "drops attention weights inside of PyTorch: set its dropout to 0"
+    if isinstance(layer, _InstanceNorm):
+        if layer.track_running_stats:
+            return "tracks the statistics of single images: set track_running_stats to False"
+    elif isinstance(layer, _NormBase) and layer.running_mean is None:
+        return "tracks no statistics, so an image's label would depend on the images beside it"
+    if isinstance(layer, nn.RNNBase | nn.modules.adaptive.AdaptiveLogSoftmaxWithLoss):
+        return "is no layer that vmap can lift"
+    return None
+
+
 def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
     """Check that a user's module can be a pure function of its parameters, which `torch.func.vmap` accepts.
 
@@ -456,29 +476,14 @@ def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
         UserError: a layer draws random numbers, tracks statistics in an unknown way, or has no fixed parameters; or a
             parameter is frozen.
     """
-
-    def refuse(name: str, layer: object, why: str) -> None:
-        raise _refusal(network, f"layer {name} ({type(layer).__name__}) {why}")
-
     for name, layer in module.named_modules():
-        if "/" in name:
-            refuse(name, layer, "has a slash in its name")
-        if isinstance(layer, LazyModuleMixin):
-            refuse(name, layer, "does not know its size before its first image")
-        if isinstance(layer, _RANDOM) and type(layer) not in KINDS and getattr(layer, "p", 1) > 0:
-            names = ", ".join(kind.__name__ for kind in KINDS)
-            refuse(name, layer, f"draws random numbers; of such layers only {names} are supported")
-        if isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0:
-            refuse(name, layer, "drops attention weights inside of PyTorch: set its dropout to 0")
-        if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
-            refuse(name, layer, "tracks the statistics of single images: set track_running_stats to False")
-        if isinstance(layer, _NormBase) and not isinstance(layer, _InstanceNorm) and layer.running_mean is None:
-            refuse(name, layer, "tracks no statistics, so an image's label would depend on the images beside it")
-        if isinstance(layer, nn.RNNBase | nn.modules.adaptive.AdaptiveLogSoftmaxWithLoss):
-            refuse(name, layer, "is no layer that vmap can lift")
-    if not any(True for _ in module.parameters()):
+        fault = "has a slash in its name" if "/" in name else _find_layer_fault(layer)
+        if fault is not None:
+            raise _refusal(network, f"layer {name} ({type(layer).__name__}) {fault}")
+    parameters = dict(module.named_parameters())
+    if not parameters:
         raise _refusal(network, "it has no parameters")
-    frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     if frozen:
         raise _refusal(
             network,

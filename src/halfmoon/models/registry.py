@@ -59,9 +59,11 @@ def count_parameters(network: Network) -> int:
     device. A very wide one would exceed the sizes that a tensor can have.
     """
     step = PROBED_WIDTH_STEP
-    with torch.device("meta"):
-        narrow = [replace(network, width=step * k).init(torch.Generator())["params"] for k in (1, 2, 3)]
-    first, second, third = map(tree.numel, narrow)
+    counts: list[int] = []
+    with torch.device("meta"):  # shapes only
+        for width in (step, 2 * step, 3 * step):
+            counts.append(tree.numel(replace(network, width=width).init(torch.Generator())["params"]))
+    first, second, third = counts
     # Newton's forward differences: a linear and a quadratic term in the distance from the first width.
     distance = network.width - step
     linear_term = (second - first) * distance // step

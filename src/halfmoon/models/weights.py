@@ -98,8 +98,17 @@ def fit_weights_to_network(network: Network, weights: Weights, classes: tuple[st
     has_other_classes = weights.classes is not None and weights.classes != classes
     head_fits = all(path in tensors and tensors[path].shape == expected[path].shape for path in head_paths)
     omit_head = bool(head_paths) and (has_other_classes or not head_fits)
-    omitted = {path for path in {*expected, *tensors} if omit_head and _is_head(network, path)}
-    for path in sorted(expected.keys() - omitted):
+    if omit_head:
+        expected = {path: leaf for path, leaf in expected.items() if not _is_head(network, path)}
+        tensors = {path: leaf for path, leaf in tensors.items() if not _is_head(network, path)}
+    _check_fit(weights, tensors, expected)
+    flat = {path: tensors[path].float().contiguous() for path in expected}
+    return {"params": {}, "stats": {}, **tree.unflatten(flat)}, omit_head
+
+
+def _check_fit(weights: Weights, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise UserError if `tensors` of a weights file are not exactly the `expected` ones, by path and shape."""
+    for path in sorted(expected):
         if path not in tensors:
             example = f"it has {', '.join(sorted(tensors)[:3])} ..." if tensors else "it has none of its tensors"
             raise UserError(
@@ -107,14 +116,12 @@ def fit_weights_to_network(network: Network, weights: Weights, classes: tuple[st
                 "network."
             )
         _check_shape(weights, path, tensors[path].shape, expected[path].shape)
-    unknown_paths = sorted(tensors.keys() - expected.keys() - omitted)
+    unknown_paths = sorted(tensors.keys() - expected.keys())
     if unknown_paths:
         raise UserError(
             f"weights {weights.name} have a tensor {_dotted(unknown_paths[0])}, for which the network has no place: "
             "give a file of this network."
         )
-    flat = {path: tensors[path].float().contiguous() for path in expected if path not in omitted}
-    return {"params": {}, "stats": {}, **tree.unflatten(flat)}, omit_head
 
 
 def _is_head(network: Network, path: str) -> bool:

@@ -80,8 +80,10 @@ def choose_evaluation_interval(config: Config, shared: Problem) -> int:
     """
     evaluated = [examples for examples in (shared.test, shared.validation) if examples is not None]
     images = sum(len(examples.images) for examples in evaluated)
-    if config.evaluate_every is not None or images < MIN_IMAGES_FOR_INTERVAL:
-        return config.evaluate_every or 1
+    if config.evaluate_every is not None:
+        return config.evaluate_every
+    if images < MIN_IMAGES_FOR_INTERVAL:
+        return 1
     # The method that sets the budget: that of the comparison, or the only one.
     entry = registry.entry(config.reference or config.method)
     update = _training_update(registry.make(entry.name), shared.task)

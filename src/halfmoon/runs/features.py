@@ -119,10 +119,30 @@ def select_inputs(
     if head is None:
         return Inputs(task, views)
     compute_features = partial(load_or_compute_features, head, views, task.normalize, folder, progress=progress)
-    view_names = set[str]()
     # If labeled images have the same augmentation as weak views, the cache stores it once.
     labeled = "weak" if views.labeled == views.unlabeled.get("weak") else "labeled"
-    for name in methods or (config.method,):
+    view_names = _find_needed_views(config, task, methods or (config.method,), labeled=labeled, views=views)
+    cached_names = [name for name in DRAWS if name in view_names]
+    # Only the head is trained. Test images have one view, the plain one, which `FirstView` selects.
+    task_on_head = replace(task, network=head, normalize=FirstView())
+    cached_augmentations = make_cached_augmentations(cached_names, labeled)
+    return Inputs(
+        task_on_head, cached_augmentations, partial(compute_features, cached_names=cached_names), compute_features
+    )
+
+
+def _find_needed_views(config: Config, task: Task, methods: Sequence[str], labeled: str, views: Views) -> set[str]:
+    """Find the names of the views that the client updates of these methods need.
+
+    Args:
+        config: the configuration, with the options of methods.
+        task: the task on images.
+        methods: the methods.
+        labeled: the name of the view of labeled images.
+        views: the augmentations; labeled images without one need no view.
+    """
+    view_names = set[str]()
+    for name in methods:
         for update in registry.make(name, explicit_method_options(config, name)).client_updates(task).values():
             requirements = update.requirements
             required_views = (
@@ -135,13 +155,7 @@ def select_inputs(
             view_names |= {view.rstrip("0123456789") for view in required_views}
             if requirements.trains and not isinstance(views.labeled, Plain):
                 view_names.add(labeled)
-    cached_names = [name for name in DRAWS if name in view_names]
-    # Only the head is trained. Test images have one view, the plain one, which `FirstView` selects.
-    task_on_head = replace(task, network=head, normalize=FirstView())
-    cached_augmentations = make_cached_augmentations(cached_names, labeled)
-    return Inputs(
-        task_on_head, cached_augmentations, partial(compute_features, cached_names=cached_names), compute_features
-    )
+    return view_names
 
 
 def load_or_compute_features(
@@ -336,10 +350,11 @@ def _make_chunk_function(
         view_features = []
         with torch.no_grad():
             for view, augmentation in augmentations.items():
-                draws = [augmentation.draw(1, shape, rng.generator(0, "features", view, name)) for name in image_hashes]
-                batched_draws = {
-                    draw_name: torch.cat([image_draws[draw_name] for image_draws in draws]) for draw_name in draws[0]
-                }
+                draws = [
+                    augmentation.draw(1, shape, rng.generator(0, "features", view, image_hash))
+                    for image_hash in image_hashes
+                ]
+                batched_draws = {name: torch.cat([image_draws[name] for image_draws in draws]) for name in draws[0]}
                 view_features.append(extract_features(augmentation.apply(pixels, batched_draws, normalize)))
         # Drop the copies of the last image, and insert an axis, because features are stored like images of one pixel.
         features = torch.stack(view_features, 1)[: len(images) - start, :, None]

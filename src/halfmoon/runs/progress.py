@@ -163,9 +163,9 @@ class NullProgress:
             The estimate, or None until every method that has started has finished a round.
         """
         now = self.clock()
-        running = [progress.seconds_left(now) for progress in self.runs if progress.took is None]
-        known_seconds = [seconds for seconds in running if seconds is not None]
-        if len(known_seconds) < len(running) or not self.runs:
+        seconds_left = [progress.seconds_left(now) for progress in self.runs if progress.took is None]
+        known_seconds = [seconds for seconds in seconds_left if seconds is not None]
+        if len(known_seconds) < len(seconds_left) or not self.runs:
             return None
         # `took`, the seconds of a method, is None while it runs: its total is then the elapsed and the remaining time.
         totals = []

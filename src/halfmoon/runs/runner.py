@@ -180,9 +180,10 @@ def resume(
     if method is not None:
         outside.register(method)
     plan = atomic_io.read(root / COMPARISON)
-    pending = None if plan is not None or RunFolder.exists(root) else atomic_io.read_json(root / PENDING)
-    if pending is not None:
-        return _start_again(root, pending, watch)
+    if plan is None and not RunFolder.exists(root):
+        request = atomic_io.read_json(root / PENDING)
+        if request is not None:
+            return _start_again(root, request, watch)
     if plan is not None:
         jobs = parse_jobs(plan, root)
         for job, stored_job in zip(jobs, atomic_io.parse_json(plan)["jobs"], strict=True):
@@ -210,8 +211,8 @@ def _pending_record(
 ) -> Iterator[Callable[[], None]]:
     """Yield a function that records the configuration of a run that has no run folder yet, so that it can be resumed.
 
-    The function is called before features are computed, which may take hours. The record is removed if an error ends
-    the computation, since nothing remains of the run then; it remains after a kill or Ctrl-C.
+    The block calls the function before it computes features, which may take hours. If an error ends the block, the record
+    is removed, since nothing remains of the run then. After a kill or Ctrl-C it remains.
 
     Args:
         root: the folder of the run or comparison.
@@ -532,11 +533,14 @@ def _run_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Cal
         # The results of the finished methods are written before the error of the first failed one is raised.
         if finished:
             write_comparison(outcome)
-            names = ", ".join(dict.fromkeys(jobs[number].config.method for number in sorted(failures)))
-            text = f"{names} failed; the results of the other methods are in {outcome.tables[1]}."
+            failed_methods = dict.fromkeys(jobs[number].config.method for number in sorted(failures))  # each once
+            text = f"{', '.join(failed_methods)} failed; the results of the other methods are in {outcome.tables[1]}."
             watch.record("methods_failed", text)
-        raise failures[min(failures)]
-    if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
+        first_failure = failures[min(failures)]
+        raise first_failure
+    has_trained = shared is not None
+    is_written = all(path.exists() for path in (outcome.curves, *outcome.tables))
+    if has_trained or not is_written:
         write_comparison(outcome)
     return outcome
 

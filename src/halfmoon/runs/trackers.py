@@ -255,13 +255,14 @@ def replay(folder: Path) -> Path:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """Flatten the nested metrics of a round to numbers by name, such as {"test/accuracy": 0.5}.
+    """Flatten the nested metrics of a round to numbers by name: {"test": {"accuracy": 0.5}} to {"test/accuracy": 0.5}.
 
     Args:
         row: a row of metrics.jsonl; its number "round", and texts and lists, are left out.
     """
     numbers: dict[str, float] = {}
     pending: list[tuple[str, Any]] = [(key, value) for key, value in row.items() if key != "round"]
+    # Dicts are replaced by their entries, which may be dicts again, until none is left.
     while pending:
         name, value = pending.pop(0)
         if isinstance(value, dict):

@@ -52,7 +52,9 @@ def count_workers(config: Config) -> int:
     one_by_one = on_cpu and factory.select_executor(config) == "loop"
     if not one_by_one or is_small or is_centralized or is_custom or config.threads is not None:
         return 1
-    available = min(len(available_processors()), torch.get_num_threads()) // _CONCURRENT_RUNS["runs"]
+    # PyTorch's threads follow from OMP_NUM_THREADS.
+    usable_processors = min(len(available_processors()), torch.get_num_threads())
+    available = usable_processors // _CONCURRENT_RUNS["runs"]
     return max(1, min(available, config.cohort))
 
 

@@ -236,18 +236,7 @@ class Split:
             _ = table.schema.names  # raises UnicodeDecodeError if a name is not UTF-8
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: not a readable split ({one_line(error)}); make a new one.") from error
-        try:
-            metadata = atomic_io.parse_json((table.schema.metadata or {})[b"halfmoon"])
-            origin = SplitOrigin(metadata["scenario"], metadata["source"], metadata["labels_sha256"])
-            clients = metadata["clients"]
-            images = metadata["images"]
-            kinds = {dict: origin.scenario, str: origin.source, int: clients}
-            if any(type(value) is not kind for kind, value in kinds.items()) or type(origin.labels_sha256) is not str:
-                raise ValueError("a value has another type")
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{path}: it has no metadata about the data set that it splits; make a new split with halfmoon."
-            ) from error
+        origin, clients, images = _read_metadata(table, path)
         if not (table.schema.equals(SCHEMA) or table.schema.equals(SCHEMA_WITH_STAGES)):
             columns = ", ".join(f"{column.name} {column.type}" for column in table.schema)
             raise UserError(
@@ -270,3 +259,22 @@ class Split:
 def hash_labels(labels: np.ndarray) -> str:
     """Compute the SHA-256 of the labels as little-endian 64-bit integers."""
     return hashlib.sha256(np.ascontiguousarray(labels, "<i8").tobytes()).hexdigest()
+
+
+def _read_metadata(table: pa.Table, path: Path) -> tuple[SplitOrigin, int, Any]:
+    """Read the metadata in the file of a split: its origin, and the numbers of clients and of images (unchecked).
+
+    Raises:
+        UserError: If a value is missing or has another type.
+    """
+    try:
+        metadata = atomic_io.parse_json((table.schema.metadata or {})[b"halfmoon"])
+        for name, kind in {"scenario": dict, "source": str, "labels_sha256": str, "clients": int}.items():
+            if type(metadata[name]) is not kind:
+                raise ValueError(f"{name} has another type")
+        origin = SplitOrigin(metadata["scenario"], metadata["source"], metadata["labels_sha256"])
+        return origin, metadata["clients"], metadata["images"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: it has no metadata about the data set that it splits; make a new split with halfmoon."
+        ) from error

@@ -213,6 +213,16 @@ def number_text_labels(values: Sequence[str | None], classes: Sequence[str], loc
     return np.array([UNKNOWN if value is None else numbers[value] for value in values], np.int64)
 
 
+def _convert_whole_floats(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Convert floats to integers if all are whole; pandas stores integers with missing values as floats and NaN."""
+    numbers = np.array(values.to_pylist(), np.float64)
+    present = numbers[~np.isnan(numbers)]
+    if not (present == np.floor(present)).all():
+        return values
+    integers = [None if np.isnan(number) else int(number) for number in numbers.tolist()]
+    return pa.chunked_array([pa.array(integers, pa.int64())])
+
+
 def _read_labels(path: Path, file: File, classes: tuple[str, ...] | None) -> np.ndarray:
     """Read the label column of an open file: int64 (N,), `UNKNOWN` for a missing value.
 
@@ -232,12 +242,7 @@ def _read_labels(path: Path, file: File, classes: tuple[str, ...] | None) -> np.
         return number_text_labels(texts, classes, path)
     values = _read_column(path, file)
     if pa.types.is_floating(values.type):
-        # pandas stores whole numbers with missing values as floats.
-        numbers = np.array(values.to_pylist(), np.float64)
-        present = numbers[~np.isnan(numbers)]
-        if (present == np.floor(present)).all():
-            whole = [None if np.isnan(value) else int(value) for value in numbers.tolist()]
-            values = pa.chunked_array([pa.array(whole, pa.int64())])
+        values = _convert_whole_floats(values)
     if not pa.types.is_integer(values.type):
         raise UserError(
             f"{path}: column {name} holds {values.type}, but labels must be whole numbers 0, 1, 2 ... or, in all files, "
@@ -257,6 +262,17 @@ def _read_labels(path: Path, file: File, classes: tuple[str, ...] | None) -> np.
     return labels
 
 
+def _is_binary(column_type: pa.DataType) -> bool:
+    """Check whether a column has bytes, in one of Arrow's four layouts."""
+    types = pa.types
+    return (
+        types.is_binary(column_type)
+        or types.is_large_binary(column_type)
+        or types.is_binary_view(column_type)
+        or types.is_fixed_size_binary(column_type)
+    )
+
+
 def iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageReadError, str]]:
     """Yield each encoded image of an open file, or the error that it has none, and its row for messages.
 
@@ -268,16 +284,11 @@ def iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageReadE
     column_type = schema.field(name).type
     # Hugging Face stores an image as a struct of its bytes and the path of its file.
     is_struct = pa.types.is_struct(column_type) and column_type.get_field_index("bytes") >= 0
+    has_paths = is_struct and column_type.get_field_index("path") >= 0
     content_type = column_type.field("bytes").type if is_struct else column_type
-    binary_checks = (
-        pa.types.is_binary,
-        pa.types.is_large_binary,
-        pa.types.is_binary_view,
-        pa.types.is_fixed_size_binary,
-    )
-    is_encoded = any(check(content_type) for check in binary_checks)
     # A struct whose images are all in files of their own has bytes of type null.
-    if not is_encoded and not (is_struct and pa.types.is_null(content_type)):
+    has_no_content = is_struct and pa.types.is_null(content_type)
+    if not _is_binary(content_type) and not has_no_content:
         raise UserError(
             f"{path}: column {name} holds {column_type}, but images must be encoded bytes "
             "(binary, or a struct with a field bytes)."
@@ -287,7 +298,6 @@ def iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes | ImageReadE
         for batch in file.iter_batches(batch_size=1024, columns=[name]):
             column = batch.column(0)
             encoded = (column.field("bytes") if is_struct else column).to_pylist()
-            has_paths = is_struct and column_type.get_field_index("path") >= 0
             files = column.field("path").to_pylist() if has_paths else [None] * len(encoded)
             for value, file_path in zip(encoded, files, strict=True):
                 location = f"{path}, row {row}"

@@ -217,15 +217,20 @@ def _load_index(folder: Path) -> _Index | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
+    return index if _is_valid(index) else None
+
+
+def _is_valid(index: _Index) -> bool:
+    """Check the types of all values of an index from a file, and that its shape is possible."""
     numbers = [*index.shape, *index.labels.values()]
-    numbers += [number for stamp in stamps.values() for number in stamp]
-    texts = [*index.classes, *stamps, *index.left_out.values(), index.preparation]
+    for size_and_time in index.stamps.values():
+        numbers += size_and_time
+    texts = [*index.classes, *index.stamps, *index.left_out.values(), index.preparation]
     # `type(...) is`, not isinstance: bool is a subclass of int.
-    valid_types = all(type(number) is int for number in numbers) and all(isinstance(text, str) for text in texts)
-    if not valid_types:
-        return None
-    valid_shape = count >= 0 and height > 0 and width > 0 and channels in (1, 3)
-    return index if valid_shape else None
+    if not all(type(number) is int for number in numbers) or not all(isinstance(text, str) for text in texts):
+        return False
+    count, height, width, channels = index.shape
+    return count >= 0 and height > 0 and width > 0 and channels in (1, 3)
 
 
 def _labels_by_path(site: SiteFolder, left_out: Mapping[str, str]) -> dict[str, int]:
@@ -272,6 +277,19 @@ def _read_stamps(site: SiteFolder) -> dict[str, Stamp]:
     return stamps
 
 
+def _count_sizes(site: SiteFolder) -> tuple[Counter[tuple[int, int]], bool]:
+    """Count the images of each (height, width), and check whether all are gray, without decoding pixels."""
+    sizes: Counter[tuple[int, int]] = Counter()
+    all_gray = True
+    for path in site.paths:
+        image_header = read_header(site.folder / path)  # None for an unreadable image
+        if image_header is not None:
+            height, width, gray = image_header
+            sizes[height, width] += 1
+            all_gray = all_gray and gray
+    return sizes, all_gray
+
+
 def _choose_shape(
     site: SiteFolder, previous: _Index | None, size: tuple[int, int] | None, channels: int | None
 ) -> tuple[int, int, int]:
@@ -295,14 +313,7 @@ def _choose_shape(
         _, previous_height, previous_width, previous_channels = previous.shape
         height, width = size or (previous_height, previous_width)
         return height, width, channels or previous_channels
-    sizes: Counter[tuple[int, int]] = Counter()
-    all_gray = True
-    for path in site.paths:
-        image_header = read_header(site.folder / path)  # without decoding the pixels; None for an unreadable image
-        if image_header is not None:
-            height, width, gray = image_header
-            sizes[height, width] += 1
-            all_gray = all_gray and gray
+    sizes, all_gray = _count_sizes(site)
     if not sizes:
         raise UserError(f"{site.folder}: none of its {len(site):,} images can be read; see halfmoon site check.")
     if size is None and len(sizes) > 1:

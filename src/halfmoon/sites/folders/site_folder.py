@@ -341,7 +341,7 @@ def _find_likely_typos(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
 
 
 def _is_likely_typo(name: str, other: str) -> bool:
-    """Check whether two class names differ by at most one letter that is replaced, added or missing.
+    """Check whether two class names differ by at most one letter that is replaced, added or missing ("cat", "caat").
 
     Different digits are deliberate (grade 1, grade 2), and so are differences in short names.
     """
@@ -360,6 +360,16 @@ def _is_likely_typo(name: str, other: str) -> bool:
     return short_rest == long[prefix_length + 1 :]
 
 
+def _index_loosely(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Index paths of images by what a mistaken path may have in common: lower case, with and without the suffix."""
+    index: dict[str, list[str]] = {}
+    for path in paths:
+        lowered = normalize_text(path).lower()
+        for key in {lowered, os.path.splitext(lowered)[0]}:
+            index.setdefault(key, []).append(path)
+    return index
+
+
 def _match_labels(images: Iterable[str], table: LabelTable) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
     """Match the rows of labels.csv to images.
 
@@ -372,11 +382,7 @@ def _match_labels(images: Iterable[str], table: LabelTable) -> tuple[dict[str, l
         image that has one, and the paths in the table that belong to no image.
     """
     exact_paths = set(images)
-    images_by_hint: dict[str, list[str]] = {}  # by their path in lower case, with and without the suffix
-    for path in exact_paths:
-        lowered = normalize_text(path).lower()
-        for hint in {lowered, os.path.splitext(lowered)[0]}:
-            images_by_hint.setdefault(hint, []).append(path)
+    similar_images = _index_loosely(exact_paths)
     path_by_normalized = {normalize_text(path): path for path in exact_paths}
     labels: dict[str, list[str]] = {}
     image_groups: dict[str, str] = {}
@@ -385,7 +391,7 @@ def _match_labels(images: Iterable[str], table: LabelTable) -> tuple[dict[str, l
         image = path if path in exact_paths else path_by_normalized.get(normalize_path(path))
         if image is None:
             lowered = normalize_path(path).lower()
-            similar = images_by_hint.get(lowered) or images_by_hint.get(os.path.splitext(lowered)[0]) or []
+            similar = similar_images.get(lowered) or similar_images.get(os.path.splitext(lowered)[0]) or []
             missing[f"{path} (did you mean {similar[0]}?)" if len(similar) == 1 else path] = None
             continue
         if group:
@@ -442,13 +448,13 @@ def _list_files(folder: Path, table: str | None) -> _Files:
             is_table = path in (table, CLASSES_FILE) or path.lower() in (LABELS_FILE, METADATA_FILE)
             if name.startswith(".") or is_table:
                 continue
-            if not _is_image(current, name):
-                is_dead_link = path.lower().endswith(SUFFIXES) and os.path.islink(os.path.join(current, name))
-                (files.links if is_dead_link else files.others).append(_printable(path))
-            elif _printable(path) == path:
-                files.images.append(path)
+            is_utf8 = _printable(path) == path
+            is_dead_link = path.lower().endswith(SUFFIXES) and os.path.islink(os.path.join(current, name))
+            if _is_image(current, name):
+                kind = files.images if is_utf8 else files.unnamed
             else:
-                files.unnamed.append(_printable(path))
+                kind = files.links if is_dead_link else files.others
+            kind.append(_printable(path))
     for paths in files:
         paths.sort()
     return files

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,6 +173,19 @@ def _refuse_parts(folder: Path, top_folders: set[str], classes: Sequence[str]) -
         )
 
 
+def _decode_for_model(model: InferenceModel, folder: Path, path: str) -> np.ndarray | UnreadableImage:
+    """Decode an image as the model needs it, uint8 (H, W, C), or return the reason why it cannot be read."""
+    try:
+        return decode_to_shape((folder / path).read_bytes(), path, *model.shape, model.card.crop, model.card.window)
+    except OSError as error:
+        return UnreadableImage(path, atomic_io.error_reason(error))
+    except UnknownRangeError:
+        # The message of this error advises an option of training, which commands on a trained model do not have.
+        return UnreadableImage(path, "its pixels have 32 bits and no known range; convert it to 8 or 16 bits.")
+    except UserError as error:
+        return UnreadableImage(path, str(error).removeprefix(f"{path}: "))
+
+
 def read_batches(model: InferenceModel, folder: Path, paths: Sequence[str]) -> Iterator[ImageBatch]:
     """Decode images as the model needs them, one batch at a time.
 
@@ -183,18 +197,7 @@ def read_batches(model: InferenceModel, folder: Path, paths: Sequence[str]) -> I
     Yields:
         Batches in the order of `paths`.
     """
-
-    def decode(path: str) -> np.ndarray | UnreadableImage:
-        try:
-            return decode_to_shape((folder / path).read_bytes(), path, *model.shape, model.card.crop, model.card.window)
-        except OSError as error:
-            return UnreadableImage(path, atomic_io.error_reason(error))
-        except UnknownRangeError:
-            # The message of this error advises an option of training, which commands on a trained model do not have.
-            return UnreadableImage(path, "its pixels have 32 bits and no known range; convert it to 8 or 16 bits.")
-        except UserError as error:
-            return UnreadableImage(path, str(error).removeprefix(f"{path}: "))
-
+    decode = partial(_decode_for_model, model, folder)
     # Pillow releases the interpreter's lock while it decodes, so threads decode in parallel.
     with ThreadPoolExecutor(min(MAX_DECODE_THREADS, os.cpu_count() or 1)) as threads:
         for first in range(0, len(paths), model.batch):

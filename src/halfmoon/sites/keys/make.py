@@ -402,8 +402,10 @@ def _check_site_names(names: Sequence[str], existing: Sequence[str]) -> None:
 def _parse_image_counts(images: Sequence[str], sites: Sequence[str]) -> dict[str, int]:
     """Parse the option --images, which declares the number of images of each site.
 
+    For example ["south=30", "north=1200"] and the sites ["north", "south"] give {"north": 1200, "south": 30}.
+
     Args:
-        images: texts such as "north=1200"; empty if nothing is declared.
+        images: the values of the option; empty if nothing is declared.
         sites: the names of all sites.
 
     Returns:
