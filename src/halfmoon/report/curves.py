@@ -81,8 +81,8 @@ def draw_curves(runs: Sequence[StoredRun], path: Path) -> None:
     name_width = 0.0 if has_legend else 0.06 * max(map(len, groups), default=0)
     width = 6.0 if panels else 4.6
     legend_columns, legend_rows = _legend_grid_size(list(groups), width)
-    # A row of the legend is 0.19 inches high.
-    figure = new_figure(width + name_width, 3.5 + 0.19 * legend_rows if has_legend else 3.5)
+    legend_height = 0.19 * legend_rows if has_legend else 0.0  # in inches
+    figure = new_figure(width + name_width, 3.5 + legend_height)
     if runs and (title := describe_runs(runs)):
         figure.suptitle(title, fontsize=8.5, color=GRAY, x=0.01, ha="left")
     grid = figure.add_gridspec(max(1, len(panels)), 2 if panels else 1, width_ratios=(1.5, 1) if panels else (1,))

@@ -58,7 +58,7 @@ def draw_split(summary: Mapping[str, Any], path: Path) -> None:
     largest = (0.95 * _POINTS_PER_INCH * min(client_inches, max(class_inches, 0.09))) ** 2
     for number, (axes, kind) in enumerate(zip(panels, ("labeled", "unlabeled"), strict=True)):
         counts = np.zeros((columns, len(classes)), np.int64)
-        counts[first_client:] = [summary["each"][k][f"{kind}_classes"] for k in numbers]
+        counts[first_client:] = [summary["each"][client][f"{kind}_classes"] for client in numbers]
         if server and kind == "labeled":
             counts[0] = server["labeled_classes"]
         _draw_panel(axes, counts, largest, line_style(number).color)
@@ -68,7 +68,7 @@ def draw_split(summary: Mapping[str, Any], path: Path) -> None:
         _label_ticks(axes.yaxis, [str(name) for name in classes], class_inches)
     _label_ticks(
         panels[1].xaxis,
-        [str(k) for k in numbers],
+        [str(client) for client in numbers],
         client_inches / 2.2,  # a number is 2.2 times as wide as high, and side by side only the width matters
         leading_names=["server"] if server else [],
         first=first_client,

@@ -175,18 +175,20 @@ def _run_values(study: Study, entry: CellRun) -> dict[str, Any]:
         values["best_percent"] = None if best is None else 100 * best
         values["best_round"] = entry.accuracy.best_round
     run = study.run(entry)  # None if its folder is missing
-    clients = (run.summary or {}).get("client_accuracy") if run else None
+    summary = (run.summary if run else None) or {}
+    clients = summary.get("client_accuracy")
     if clients:
         values["clients_percent"] = 100 * clients["mean"]
         values["clients_spread"] = 100 * clients["deviation"]
         values["clients_worst_percent"] = 100 * clients["worst"]  # mean of the lowest tenth of clients
-    pseudo_labels = (run.summary or {}).get("pseudo_labels") if run else None
+    pseudo_labels = summary.get("pseudo_labels")
     if pseudo_labels and pseudo_labels.get("used") is not None:
         values["used_percent"] = 100 * pseudo_labels["used"]
     values["rounds"] = run.rows[-1]["round"] if run and run.rows else None
     cost = entry.cost or {}
-    traffic = cost.get("bytes_down"), cost.get("bytes_up")
-    values["sent"] = None if None in traffic else sum(number or 0 for number in traffic) / 1e6
+    bytes_down = cost.get("bytes_down")
+    bytes_up = cost.get("bytes_up")
+    values["sent"] = None if bytes_down is None or bytes_up is None else (bytes_down + bytes_up) / 1e6
     values["costs"] = bool(cost)
     values |= {name: cost.get(name) for name in COST_COLUMNS}
     values["seconds"] = entry.seconds
@@ -205,20 +207,22 @@ def _add_equal_steps(study: Study, table: pd.DataFrame) -> None:
     """
     # The lines of the table in their order: the runs of each cell, or one line for a cell without runs.
     entries = [entry for cell in study.sweep.cells for entry in cell.runs or [None]]
-    # By number of the line: (labeled steps so far, accuracy) of each evaluation.
-    curves = {
-        n: _list_evaluations(entry, study.run(entry)) for n, entry in enumerate(entries) if entry and entry.finished
-    }
+    # By number of the line: (labeled steps so far, accuracy) of each evaluation, in their order.
+    evaluations: dict[int, list[tuple[float, float]]] = {}
+    for line, entry in enumerate(entries):
+        if entry is not None and entry.finished:
+            evaluations[line] = _list_evaluations(entry, study.run(entry))
     for column in range(len(study.columns)):
-        lines = [n for n, line_column in enumerate(table["column"]) if line_column == column and n in curves]
+        lines = [line for line, number in enumerate(table["column"]) if number == column and line in evaluations]
         # A run without evaluations makes this 0, so its column has no comparison at equal steps.
-        steps = min((curves[n][-1][0] if curves[n] else 0 for n in lines), default=0)
-        if not steps:
+        last_steps = [evaluations[line][-1][0] if evaluations[line] else 0 for line in lines]
+        equal_steps = min(last_steps, default=0)
+        if not equal_steps:
             continue
-        for n in lines:
-            share = next((share for steps_so_far, share in reversed(curves[n]) if steps_so_far <= steps), None)
-            table.at[n, "equal_labeled_steps"] = steps
-            table.at[n, "equal_steps_percent"] = None if share is None else 100 * share
+        for line in lines:
+            reached = [accuracy for steps, accuracy in evaluations[line] if steps <= equal_steps]
+            table.at[line, "equal_labeled_steps"] = equal_steps
+            table.at[line, "equal_steps_percent"] = 100 * reached[-1] if reached else None
 
 
 def _list_evaluations(entry: CellRun, run: StoredRun | None) -> list[tuple[float, float]]:

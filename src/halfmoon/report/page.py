@@ -7,6 +7,7 @@ from halfmoon.core.versions import installed_version
 from halfmoon.report import scores, series, templates
 from halfmoon.report.gather import common_options
 from halfmoon.report.headline import RowRoles, find_roles, write_headline
+from halfmoon.report.run_reader import StoredRun
 from halfmoon.report.scores import CellScore, ScoreTable, compare_order, final_scores, scores_at_equal_steps
 from halfmoon.report.study import AxisValue, Column, Study, describe_scale, number_to_letters
 from halfmoon.report.tables import format_mean
@@ -103,32 +104,41 @@ def list_missing(study: Study) -> list[str]:
     unfinished = [name for name, entry in runs if not entry.finished and not entry.failed]
     if unfinished:
         notes.append(f"Not finished, and left out: {_list_some(unfinished)}.")
-    charts = study.sweep.kind != "splits"  # runs that write a split without training have none
     existing = [(name, run) for name, entry in runs if (run := study.run(entry)) is not None]
-    simulated = [(name, run) for name, run in existing if not run.federated]
-    federated = [(name, run) for name, run in existing if run.federated]
-    old = "made by an older version"
-    runs_without = {
-        f"No split.json ({old}), so no chart of clients and classes": [
-            name for name, run in simulated if run.split is None
-        ],
-        f"No class distributions ({old}, or without unlabeled images), so no divergences": [
-            name for name, run in simulated if charts and not any(row.get("prior") for row in run.rows)
-        ],
-        f"No confusion matrix ({old}, or without test images)": [
-            name for name, run in simulated if charts and not (run.summary or {}).get("confusion")
-        ],
-        "No chart of clients and classes, no class distributions (a federation: its sites do not send their counts)": [
-            name for name, _ in federated
-        ],
-        "No confusion matrix (a federation without test images at its server)": [
-            name for name, run in federated if not (run.summary or {}).get("confusion")
-        ],
-    }
-    for text, names in runs_without.items():
+    is_trained = study.sweep.kind != "splits"  # otherwise runs only write a split
+    missing_data: dict[str, list[str]] = {}  # names of runs by what they do not have
+    for name, run in existing:
+        for text in _find_missing_data(run, is_trained):
+            missing_data.setdefault(text, []).append(name)
+    for text in (_NO_SPLIT, _NO_PRIOR, _NO_CONFUSION, _NO_COUNTS_OF_SITES, _NO_CONFUSION_OF_SITES):
+        names = missing_data.get(text, [])
         if names:
             notes.append(f"{text}: {'all runs' if len(names) == len(existing) else _list_some(names)}.")
     return notes
+
+
+_NO_SPLIT = "No split.json (made by an older version), so no chart of clients and classes"
+_NO_PRIOR = "No class distributions (made by an older version, or without unlabeled images), so no divergences"
+_NO_CONFUSION = "No confusion matrix (made by an older version, or without test images)"
+_NO_COUNTS_OF_SITES = (
+    "No chart of clients and classes, no class distributions (a federation: its sites do not send their counts)"
+)
+_NO_CONFUSION_OF_SITES = "No confusion matrix (a federation without test images at its server)"
+
+
+def _find_missing_data(run: StoredRun, is_trained: bool) -> list[str]:
+    """List the data of charts that a run's folder does not have; `is_trained` is False for runs that only write a split."""
+    has_confusion = bool((run.summary or {}).get("confusion"))
+    if run.federated:
+        return [_NO_COUNTS_OF_SITES] if has_confusion else [_NO_COUNTS_OF_SITES, _NO_CONFUSION_OF_SITES]
+    missing = []
+    if run.split is None:
+        missing.append(_NO_SPLIT)
+    if is_trained and not any(row.get("prior") for row in run.rows):
+        missing.append(_NO_PRIOR)
+    if is_trained and not has_confusion:
+        missing.append(_NO_CONFUSION)
+    return missing
 
 
 def _name_run(study: Study, cell: Any, seed: int) -> str:

@@ -162,14 +162,13 @@ def describe_gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[s
         accuracy = summary["accuracy"]
         if accuracy is not None:
             accuracies.setdefault(summary["method"], []).append(100 * accuracy["last"])
-    means = {name: mean_and_deviation(values).mean for name, values in accuracies.items()}
-    tops = [name for name in means if name in ceilings]  # in the order of the runs: the first method counts
-    semi_supervised = [name for name in means if name not in (LABELS_ONLY, CONTROL) and name not in ceilings]
+    means = {name: mean_and_deviation(values).mean for name, values in accuracies.items()}  # in the order of the runs
+    top = next((name for name in means if name in ceilings), None)
+    is_compared = (name for name in means if name not in (LABELS_ONLY, CONTROL) and name not in ceilings)
+    name = next(is_compared, None)  # the first method with unlabeled images
     base = CONTROL if CONTROL in means else LABELS_ONLY
-    if base not in means or not tops or not semi_supervised:
+    if base not in means or top is None or name is None:
         return None
-    top = tops[0]
-    name = semi_supervised[0]
     possible_gain = means[top] - means[base]
     gain = means[name] - means[base]
     if possible_gain <= 0:

@@ -153,17 +153,18 @@ def _mean_confusion(runs: Sequence[StoredRun]) -> JsonDict | None:
         mean.append([six_digits(count) for count in row])
     if len(classes) <= MAX_MATRIX_CLASSES:
         return {"matrix": mean}
-    errors = []
-    for true in classes:
-        for predicted in classes:
-            if true != predicted and mean[true][predicted]:
-                errors.append((mean[true][predicted], true, predicted))
-    # Too many classes for a matrix: the page lists the most frequent confusions.
+    return {"largest": _list_largest_confusions(mean)}
+
+
+def _list_largest_confusions(mean: Sequence[Sequence[float]]) -> list[list[float]]:
+    """List the most frequent confusions of a matrix, as [true class, predicted class, count, images of the true class]."""
+    errors: list[tuple[float, int, int]] = []
+    for true, row in enumerate(mean):
+        for predicted, count in enumerate(row):
+            if true != predicted and count:
+                errors.append((count, true, predicted))
     errors.sort(reverse=True)
-    largest = []
-    for count, true, predicted in errors[:MAX_CONFUSIONS]:
-        largest.append([true, predicted, count, six_digits(sum(mean[true]))])
-    return {"largest": largest}
+    return [[true, predicted, count, six_digits(sum(mean[true]))] for count, true, predicted in errors[:MAX_CONFUSIONS]]
 
 
 def _client_accuracies(runs: Sequence[StoredRun]) -> JsonDict | None:
@@ -244,15 +245,17 @@ def title_users(study: Study, users: Sequence[SplitUser], all_users: Sequence[Sp
     if len(users) == len(all_users):
         return study.column_title(users[0].column) if len(study.columns) == 1 else ""
     titles = []
-    for column in dict.fromkeys(user.column for user in users):
+    for column in dict.fromkeys(user.column for user in users):  # each column once, in their order
         split_users = [user for user in users if user.column == column]
         column_users = [user for user in all_users if user.column == column]
         rows = dict.fromkeys(user.row for user in split_users)
         seeds = dict.fromkeys(user.seed for user in split_users)
+        is_of_some_rows = len(rows) < len({user.row for user in column_users})
+        is_of_some_seeds = len(seeds) < len({user.seed for user in column_users})
         texts = [study.column_title(column)]
-        if len(rows) < len({user.row for user in column_users}):
+        if is_of_some_rows:
             texts.append(" and ".join(study.value_title(study.sweep.rows, row) for row in rows))
-        if len(seeds) < len({user.seed for user in column_users}):
+        if is_of_some_seeds:
             texts.append(f"seed {' and '.join(map(str, seeds))}")
         titles.append(", ".join(text for text in texts if text))
     return "; ".join(titles)

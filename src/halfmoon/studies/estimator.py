@@ -269,10 +269,11 @@ def _number_classes(y: Any, rows: int, name: str) -> tuple[np.ndarray, np.ndarra
         raise ValueError(f"This {name} estimator requires y to be passed, but the target y is None.")
     if isinstance(y, list | tuple) and any(isinstance(value, str) for value in y):
         y = np.array(y, dtype=object)  # without the type NumPy would write NaN as the string "nan"
-    if np.ma.is_masked(y):
+    if np.ma.is_masked(y):  # masked values are unlabeled rows
         masked = np.ma.asarray(y)
-        y = masked.data.astype(masked.dtype if masked.dtype.kind in "if" else object)
-        y[np.ma.getmask(masked)] = UNKNOWN if masked.dtype.kind in "if" else None
+        are_numbers = masked.dtype.kind in "if"
+        y = masked.data.astype(masked.dtype if are_numbers else object)
+        y[np.ma.getmask(masked)] = UNKNOWN if are_numbers else None
     values = column_or_1d(y, warn=True)
     check_consistent_length(np.empty((rows, 0)), values)
     if values.dtype.kind in "US":

@@ -334,15 +334,10 @@ def _parse_axis_selection(keys: Any, axis_values: AxisValues | None, section: st
         raise UserError(f"{section}: it must be a table of axes with the values that are meant.")
     selection: dict[str, tuple[str, ...]] = {}
     for axis, selected in keys.items():
-        if isinstance(selected, str):
-            names = [selected]
-        elif isinstance(selected, list):
-            names = selected
-        else:
-            names = []
-        selection[axis] = tuple(map(str, names))
-        if not selection[axis]:
+        names = [selected] if isinstance(selected, str) else selected
+        if not isinstance(names, list) or not names:
             raise UserError(f"{section}: {axis} must be the name of a value, or a list of names.")
+        selection[axis] = tuple(map(str, names))
         if axis_values is None:
             continue
         if axis not in axis_values:

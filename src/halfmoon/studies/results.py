@@ -237,17 +237,7 @@ class Results:
             # One text for each method.
             cells = ["" if pd.isna(value) else f"{value:.{decimals}f}" for value in summary[name]]
             if name == "accuracy (%)":
-                deviations = summary["std"] if "std" in summary else [float("nan")] * len(cells)
-                cells = [
-                    cell if pd.isna(deviation) else rf"{cell} $\pm$ {deviation:.2f}"
-                    for cell, deviation in zip(cells, deviations, strict=True)
-                ]
-                # Rounded values are compared, so that equal numbers of the table are both bold.
-                best = summary[name].max()
-                cells = [
-                    rf"\textbf{{{cell}}}" if len(cells) > 1 and value == best else cell
-                    for cell, value in zip(cells, summary[name], strict=True)
-                ]
+                cells = _format_accuracies(summary, cells)
             columns[escape_latex(name)] = cells
         table = pd.DataFrame(columns, index=[escape_latex(str(method)) for method in summary.index])
         table.index.name = "Method"
@@ -348,6 +338,20 @@ class SweepResults(Results):
         sentences = [write_headline(self.study), study.describe_scale(self.study.sweep.scale), *self.study.notes]
         lines = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences if sentence)
         return f"{html_table(*self._cells)}{lines}<p><code>{escape(self._short_folder)}</code></p>"
+
+
+def _format_accuracies(summary: pd.DataFrame, means: Sequence[str]) -> list[str]:
+    """Add deviations to the formatted mean accuracies of methods, and print the best one in bold (LaTeX)."""
+    values = summary["accuracy (%)"]
+    deviations = summary["std"] if "std" in summary else [float("nan")] * len(means)
+    # `summary` has rounded values, so that equal numbers of the table are both bold.
+    best = values.max()
+    cells: list[str] = []
+    for mean, value, deviation in zip(means, values, deviations, strict=True):
+        cell = mean if pd.isna(deviation) else rf"{mean} $\pm$ {deviation:.2f}"
+        is_best = len(means) > 1 and value == best
+        cells.append(rf"\textbf{{{cell}}}" if is_best else cell)
+    return cells
 
 
 def _write_text(text: str, path: Path | str | None) -> None:

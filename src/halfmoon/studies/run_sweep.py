@@ -171,9 +171,10 @@ def _add_earlier_cells(folder: SweepFolder, requested: Sequence[RecipeCell]) -> 
         if len(rebuilt) != 1:
             continue
         (cell,) = rebuilt
-        unchanged = {
-            seed: config for seed, config in cell.configs.items() if identity(config, config.method) == identities[seed]
-        }
+        unchanged: dict[int, Config] = {}  # by seed
+        for seed, config in cell.configs.items():
+            if identity(config, config.method) == identities[seed]:
+                unchanged[seed] = config
         if unchanged:
             values = tuple(cell.at.items())
             present = cells_by_values.get(values, replace(cell, configs={}))

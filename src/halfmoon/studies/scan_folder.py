@@ -110,23 +110,13 @@ class FolderContents:
 
     @property
     def sentence(self) -> str:
-        """A one-line description of the folder for people."""
-        sizes = ", ".join(f"{width}x{height}" for height, width in list(self.sizes)[:3])
-        if len(self.sizes) > 3:
-            sizes += f" and {len(self.sizes) - 3} more sizes"
-        if self.gray == self.headers:
-            colors = "gray"
-        elif self.gray:
-            colors = "gray and RGB"
-        else:
-            colors = "RGB"
-        if self.headers < len(self.paths):
-            colors += f" ({self.headers} headers read)"
-        labels = "each in the folder of its class"
+        """A one-line description of the folder for people, such as "pets: 90 images, ...; 3 classes; 64x64, RGB"."""
         if self.site:
             labels = f"{self.labeled:,} with a label"
         elif self.in_memory:
             labels = "each with a label"
+        else:
+            labels = "each in the folder of its class"
         tests = f", {self.tests:,} of them for the test" if self.tests else ""
         group_count = len(set(self.groups or ()) - {""})
         groups = f", of {group_count:,} patients or groups" if group_count else ""
@@ -135,8 +125,23 @@ class FolderContents:
         name = "data" if self.in_memory else self.folder.name
         return (
             f"{name}: {len(self.paths) + self.tests:,} images, {labels}{nested}{tests}{groups}{copies}; "
-            f"{len(self.classes)} classes; {sizes}, {colors}"
+            f"{len(self.classes)} classes; {self._describe_sizes()}, {self._describe_colors()}"
         )
+
+    def _describe_sizes(self) -> str:
+        """List the three most frequent sizes, and count the others."""
+        sizes = ", ".join(f"{width}x{height}" for height, width in list(self.sizes)[:3])
+        return f"{sizes} and {len(self.sizes) - 3} more sizes" if len(self.sizes) > 3 else sizes
+
+    def _describe_colors(self) -> str:
+        """Describe whether images are gray, as far as their headers were read."""
+        if self.gray == self.headers:
+            colors = "gray"
+        elif self.gray:
+            colors = "gray and RGB"
+        else:
+            colors = "RGB"
+        return f"{colors} ({self.headers} headers read)" if self.headers < len(self.paths) else colors
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,18 +265,19 @@ def count_equal_files(paths: Sequence[Path]) -> int:
         with suppress(OSError):  # reported when all images are read
             size_of[path] = path.stat().st_size
             sizes[size_of[path]] += 1
-    heads: dict[tuple[int, bytes], list[Path]] = {}
+    similar_files: dict[tuple[int, bytes], list[Path]] = {}  # by size and beginning
     for path, size in size_of.items():
         if size and sizes[size] > 1:
             with suppress(OSError), path.open("rb") as file:
-                heads.setdefault((size, file.read(HEAD_BYTES)), []).append(path)
+                similar_files.setdefault((size, file.read(HEAD_BYTES)), []).append(path)
     copies = 0
-    for (size, _), group in heads.items():
-        if size <= HEAD_BYTES:
+    for (size, _), group in similar_files.items():
+        if size <= HEAD_BYTES:  # the beginning is the whole file
             copies += len(group) - 1
         elif len(group) > 1:
             with suppress(OSError):
-                copies += len(group) - len({hashlib.sha256(path.read_bytes()).digest() for path in group})
+                different_contents = {hashlib.sha256(path.read_bytes()).digest() for path in group}
+                copies += len(group) - len(different_contents)
     return copies
 
 

@@ -401,10 +401,10 @@ def _leave_out_copies(
         names: the names of the sites.
         display: receives an event about copies at several sites, and one for each site with images that are left out.
     """
-    sites_with: dict[bytes, set[int]] = {}
+    sites_by_image: dict[bytes, set[int]] = {}
     for image in images:
-        sites_with.setdefault(image.png, set()).add(image.site)
-    shared_count = sum(len(sites) > 1 for sites in sites_with.values())
+        sites_by_image.setdefault(image.png, set()).add(image.site)
+    shared_count = sum(len(sites) > 1 for sites in sites_by_image.values())
     if shared_count:
         have = "image is" if shared_count == 1 else "images are"
         text = f"{shared_count:,} {have} at more than one site (equal pixels)."
@@ -414,8 +414,9 @@ def _leave_out_copies(
     used: list[_EncodedImage] = []
     left_out: Counter[int] = Counter()
     for image in images:
-        is_copy = image.subset != "test" and image.png in tests
-        if is_copy or (image.subset == "train" and image.png in validation):
+        is_copy_of_test = image.subset != "test" and image.png in tests
+        is_copy_of_validation = image.subset == "train" and image.png in validation
+        if is_copy_of_test or is_copy_of_validation:
             left_out[image.site] += 1
         else:
             used.append(image)

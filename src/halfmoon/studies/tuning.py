@@ -88,18 +88,23 @@ class Knob:
             raise settings.unknown_option(name, None)
         if name in _FIXED_OPTIONS:
             raise UserError(f"--knob {name}: it cannot be searched, because it defines the search.")
-        low_text, dots, high_text = values.partition("..")
-        if not dots:
-            choices = tuple(values.split(","))
-            if not is_method_option:
-                for choice in choices:
-                    settings.parse_option(name, choice)
-            if len(set(choices)) < len(choices) or len(choices) < 2:
-                raise UserError(
-                    f"--knob {text!r}: a search needs two or more different values, or a range such as 1e-4..1e-2; to set "
-                    "one value, give the option itself."
-                )
-            return cls(name, choices)
+        if ".." in values:
+            return cls._parse_range(name, values, text)
+        choices = tuple(values.split(","))
+        if not is_method_option:
+            for choice in choices:
+                settings.parse_option(name, choice)
+        if len(set(choices)) < len(choices) or len(choices) < 2:
+            raise UserError(
+                f"--knob {text!r}: a search needs two or more different values, or a range such as 1e-4..1e-2; to set "
+                "one value, give the option itself."
+            )
+        return cls(name, choices)
+
+    @classmethod
+    def _parse_range(cls, name: str, values: str, text: str) -> Knob:
+        """Parse LOW..HIGH, the values of the option `name`; `text` is the whole value of `--knob`, for messages."""
+        low_text, _, high_text = values.partition("..")
         try:
             low = float(low_text)
             high = float(high_text)
@@ -107,10 +112,12 @@ class Knob:
             raise UserError(f"--knob {text!r}: {values!r} is no range of numbers, such as 1e-4..1e-2.") from error
         if not low < high or not math.isfinite(low) or not math.isfinite(high):
             raise UserError(f"--knob {text!r}: a range goes from a smaller to a larger number.")
-        types = () if is_method_option else union_members(settings.option_types()[name])
-        if not is_method_option and int not in types and float not in types:
+        if "." in name:  # an option of a method, whose type is not known here
+            return cls(name, choices=(), low=low, high=high)
+        types = union_members(settings.option_types()[name])
+        if int not in types and float not in types:
             raise UserError(f"--knob {text!r}: {name} is no number; name its values: {name}=A,B.")
-        return cls(name, choices=(), low=low, high=high, whole=int in types and float not in types)
+        return cls(name, choices=(), low=low, high=high, whole=float not in types)
 
     def sample(self, trial: optuna.Trial) -> Any:
         """Sample the option's value for a trial."""
