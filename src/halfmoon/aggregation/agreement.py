@@ -119,15 +119,15 @@ def _compare_directions(context: AggregationContext, group: str, leaves: Change)
     disagreeing = _low_scores(group, compute_agreement_scores(between_clients))
     outliers = misaligned | disagreeing  # one low score is enough
     if context.memory is not None:
-        # The mean of unit vectors: each client counts the same, however long its update is.
+        # The mean of unit vectors without outliers: each client counts the same, however long its update is.
         norms = between_clients.diagonal().sqrt()
-        scale = 1 / norms.clamp_min(TINY)
-        scale[list(outliers)] = 0
-        scale /= max(1, count - len(outliers))
-        new_history = {
-            path: HISTORY_DECAY * history[path] + (align_with_leaf(scale, leaf) * leaf).sum(0)
-            for path, leaf in leaves.items()
-        }
+        factors = 1 / norms.clamp_min(TINY)
+        factors[list(outliers)] = 0
+        factors /= max(1, count - len(outliers))
+        new_history: dict[str, Tensor] = {}
+        for path, leaf in leaves.items():
+            mean_direction = (align_with_leaf(factors, leaf) * leaf).sum(0)
+            new_history[path] = HISTORY_DECAY * history[path] + mean_direction
         context.memory.put(key, tree.unflatten(new_history))
     return outliers
 

@@ -131,16 +131,17 @@ class RobustAggregator(Aggregator):
                 indices = [indices[index] for index in inliers]
         # Clients of weight 0 had no data: they returned what they downloaded, and no rule compares them.
         voters = (upload.weight > 0).nonzero().flatten().tolist()
-        if change and voters:
-            if self.rule == "cosine-nnm":
-                change = mix_nearest(upload.weight, change, voters, cut, context.upload_spec.statistics)
-                upload = replace_update(upload, context, change)
-            if self.rule in ("cosine-nnm", "cosine-trimmed"):
-                clamp = self.rule == "cosine-nnm"
-                upload, metrics = limit_coordinates(context, upload, change, voters, cut, clamp)
-            else:
-                upload, metrics = self._apply_rule(context, upload, change, voters)
-            self._row |= metrics
+        if not change or not voters:
+            return indices, upload
+        if self.rule == "cosine-nnm":
+            change = mix_nearest(upload.weight, change, voters, cut, context.upload_spec.statistics)
+            upload = replace_update(upload, context, change)
+            upload, metrics = limit_coordinates(context, upload, change, voters, cut, clamp=True)
+        elif self.rule == "cosine-trimmed":
+            upload, metrics = limit_coordinates(context, upload, change, voters, cut, clamp=False)
+        else:
+            upload, metrics = self._apply_rule(context, upload, change, voters)
+        self._row |= metrics
         return indices, upload
 
     def row(self) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def clip_upload(upload: Upload, broadcast: Tree, norm: float) -> Upload:
         return upload
     update_norm = _norm([new.double() - old.double() for new, old in pairs.values()])
     # Rounding old + update to the leaves' dtype can lengthen the update by half an eps of the norm of the result, which
-    # is at most |old| + norm. The factor 2 is four times that.
+    # is at most |old| + norm. The margin is four times that: 2 eps.
     eps = max(torch.finfo(new.dtype).eps for new, _ in pairs.values())
     received_norm = _norm([old.double() for _, old in pairs.values()])
     rounding_margin = 2 * eps * (received_norm + norm)

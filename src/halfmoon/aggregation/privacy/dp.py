@@ -250,14 +250,14 @@ def sum_clipped_updates(
     total = {path: torch.zeros(flat[path].shape[1:], dtype=torch.float64) for path in paths}
     indices: list[int] = []
     for index in range(len(context.clients)):
-        change = {path: _client_values(flat[path], index) - _client_values(received[path], index) for path in paths}
-        # fsum: the norm does not depend on the order of the leaves.
-        norm = math.sqrt(math.fsum(float(leaf.reshape(-1).square().sum()) for leaf in change.values()))
+        update = {path: _client_values(flat[path], index) - _client_values(received[path], index) for path in paths}
+        squares = [float(leaf.reshape(-1).square().sum()) for leaf in update.values()]
+        norm = math.sqrt(math.fsum(squares))  # fsum: the norm does not depend on the order of the leaves
         if not math.isfinite(norm):
             continue
         indices.append(index)
         scale = clip / norm if norm > clip else 1.0
-        for path, leaf in change.items():
+        for path, leaf in update.items():
             total[path] += scale * leaf
     return indices, total
 

@@ -413,13 +413,14 @@ def unmask(masking: Masking, vectors: Mapping[int, np.ndarray], shares: Mapping[
     total = np.zeros_like(next(iter(vectors.values())))
     for vector in vectors.values():
         total += vector
-    factors = compute_lagrange_factors([sender + 1 for sender in senders])
+    factors = compute_lagrange_factors([sender + 1 for sender in senders])  # a share is at its party's number + 1
     for number in masking.numbers:
         secret = sum(shares[sender][number] * factors[sender + 1] for sender in senders) % PRIME
         # The field has 297 elements more than 32 bytes can encode. No valid secret is one of them.
         if secret >> 8 * KEY_BYTES:
             raise UnreadableShare("the revealed shares are inconsistent: they do not recover a secret.")
         key = secret.to_bytes(KEY_BYTES, "big")
+        # Of a party whose vector arrived the shares recover the seed of its self mask, of a dropped one its private key.
         if number in vectors:
             total -= masking.self_mask(number, key, len(total))
             continue

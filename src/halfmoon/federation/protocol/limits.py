@@ -97,9 +97,10 @@ def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
     options = method_options(config, config.method)
     for name, value in options.items():
         _check_method_option(name, value)
+    values_per_image = math.prod(image_spec.image)
     for name in ("labeled_batch", "unlabeled_batch"):
-        batch_size = getattr(config, name)
-        if isinstance(batch_size, int) and batch_size * math.prod(image_spec.image) > MAX_STEP_VALUES:
+        batch_size = getattr(config, name)  # a number, or a rule such as "rest"
+        if isinstance(batch_size, int) and batch_size * values_per_image > MAX_STEP_VALUES:
             raise UserError(_describe_large_step(f"{name} is {batch_size:,}", image_spec.image))
     network_parameters, _ = count_trained_and_frozen(config, image_spec)
     # The method FedDure trains a second network, the regulator, with one hidden layer. Each hidden unit has a weight

@@ -240,17 +240,6 @@ class Terms:
         plural = "s" if channels > 1 else ""
         rounds = settings.count_rounds(config)
         title = registry.entry(config.method).title
-        defenses = []
-        if config.secure_aggregation:
-            defenses.append("the server sees only the sum of many sites (secure aggregation)")
-        if config.dp_clip is not None:
-            defenses.append("noise hides what one site contributes (differential privacy)")
-        if config.aggregation != "mean":
-            defenses.append(f"uploads are checked against hostile sites ({config.aggregation})")
-        if not defenses:
-            defenses.append("only encryption; a trained network can reveal something about the images")
-        if config.cohort < MEASURED_COHORT:
-            defenses.append(f"none stops one hostile site of {config.cohort} from spoiling the model")
         # A method that personalizes models also sends models of few sites, from which more can be learned.
         personal = requirements_of(build_method(config), effective_norm(config)).personal
         shared = "averages, and models or sums made of few sites' uploads," if personal else "the average"
@@ -263,7 +252,7 @@ class Terms:
             "What is never sent: image files, and names of files and folders.",
             f"To whom: the federation's server, which sends {shared} to all sites.",
             f"For how long: {rounds} rounds, {config.cohort} of {len(self.sites)} sites in each, then it ends.",
-            f"Defenses: {'; '.join(defenses)}.",
+            f"Defenses: {'; '.join(_list_defenses(config))}.",
             f"Code from outside halfmoon: {plugins or 'none'}.",
             f"Ctrl-C ends it at any time. All options: --all, or halfmoon site terms. Hash: {self.hash}",
         )
@@ -325,6 +314,22 @@ def _check_name(subject: str, name: Any) -> None:
             f"{subject} is called {name!r}: use up to 64 letters, digits, dots, dashes and underscores, of which "
             "the first is a letter or a digit."
         )
+
+
+def _list_defenses(config: Config) -> list[str]:
+    """List what protects the sites' uploads and the model in a federation, and what does not."""
+    defenses: list[str] = []
+    if config.secure_aggregation:
+        defenses.append("the server sees only the sum of many sites (secure aggregation)")
+    if config.dp_clip is not None:
+        defenses.append("noise hides what one site contributes (differential privacy)")
+    if config.aggregation != "mean":
+        defenses.append(f"uploads are checked against hostile sites ({config.aggregation})")
+    if not defenses:
+        defenses.append("only encryption; a trained network can reveal something about the images")
+    if config.cohort < MEASURED_COHORT:
+        defenses.append(f"none stops one hostile site of {config.cohort} from spoiling the model")
+    return defenses
 
 
 def _check_image_spec(image_spec: ImageSpec) -> None:

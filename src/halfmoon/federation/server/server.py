@@ -604,20 +604,18 @@ def _config_text(plan: FederationPlan) -> str:
 def defense_warning(config: Config) -> str | None:
     """Explain against what the aggregation of a federation does not defend: a site that sends harmful updates.
 
-    `DEFAULT_DEFENSES` are the robust rules that a federation uses by default: the first one that its method allows.
-    `entry.robust_rule_conflict` returns the reason why the method does not allow a rule, or "".
-
     Args:
         config: the configuration; `aggregation` is the mean or a robust rule, such as "cosine".
 
     Returns:
         A sentence for the server's log, with the reason and advice; None for a rule that withstands one hostile site.
     """
-    entry = registry.entry(config.method)
-    norm = effective_norm(config)
-    default = DEFAULT_DEFENSES[0]
+    if config.aggregation == "mean":
+        return _describe_undefended_mean(config)
     if config.aggregation == "cosine":
-        conflict = entry.robust_rule_conflict(default, norm)
+        default = DEFAULT_DEFENSES[0]
+        # The reason why the method does not allow the default rule, or "".
+        conflict = registry.entry(config.method).robust_rule_conflict(default, effective_norm(config))
         if conflict:
             reason = f"with {config.method} {conflict}"
         else:
@@ -626,16 +624,25 @@ def defense_warning(config: Config) -> str | None:
             "one hostile site can spoil this model, because aggregation cosine does not notice an update that "
             f"concentrates on one class: {reason}, or admit only sites that you trust."
         )
-    if config.aggregation != "mean" and config.cohort < MEASURED_COHORT:
+    if config.cohort < MEASURED_COHORT:
         return (
             f"of {config.cohort} sites a round one hostile site is a larger share than a rule can be trusted to outvote "
             f"(one of {MEASURED_COHORT}): have more take part, or admit only sites that you trust."
         )
-    if config.aggregation != "mean":
-        return None
+    return None
+
+
+def _describe_undefended_mean(config: Config) -> str:
+    """Explain why a federation aggregates by the mean, which one hostile site can spoil.
+
+    `DEFAULT_DEFENSES` are the robust rules that a federation uses by default: the first one that its method allows.
+    """
+    entry = registry.entry(config.method)
+    norm = effective_norm(config)
     requirements = requirements_of(factory.build_method(config), norm)
     if requirements.aggregation == "sum" and requirements.min_class_images:
         return _describe_sum_checks(config)
+    # The reasons why the method does not allow these rules; "" for a rule that it allows.
     conflicts = [entry.robust_rule_conflict(rule, norm) for rule in DEFAULT_DEFENSES]
     if config.secure_aggregation or config.dp_clip is not None:
         reason = "sums of masked or noised uploads hide who sent what; leave secure_aggregation and dp_clip out"
@@ -647,7 +654,7 @@ def defense_warning(config: Config) -> str | None:
     elif all(conflicts):
         reason = f"with {config.method} {conflicts[-1]}"
     else:
-        reason = f"its file says aggregation mean; {default} is the default"
+        reason = f"its file says aggregation mean; {DEFAULT_DEFENSES[0]} is the default"
     return f"one hostile site can spoil this model: {reason}, or admit only sites that you trust."
 
 

@@ -132,6 +132,11 @@ class ClientManager:
         self._receive(pending={})
         return self.connected_sites
 
+    @property
+    def _transport_fails(self) -> bool:
+        """True while Flower cannot be asked which nodes (sites' processes) are connected."""
+        return "nodes" in self.connection.failing
+
     def wait_for_sites(self, needed: int, patience: float, grace: float | None = None) -> None:
         """Wait until enough sites have joined, and a little longer for the others.
 
@@ -150,12 +155,11 @@ class ClientManager:
         last_log = -math.inf
         last_missing = ""
         total = len(self.terms.sites)
-        # "nodes" is in `failing` while Flower cannot be asked which nodes (sites' processes) are connected.
-        while "nodes" in self.connection.failing or not self.members.complete:
+        while self._transport_fails or not self.members.complete:
             self.poll()
             now = self.clock.now()
             # While the transport fails, no site can be reached, although the list of members is not empty.
-            joined_count = 0 if "nodes" in self.connection.failing else len(self.members.nodes)
+            joined_count = 0 if self._transport_fails else len(self.members.nodes)
             enough = joined_count >= needed
             if enough and now - start > grace:
                 break
@@ -194,8 +198,8 @@ class ClientManager:
         # and is given up otherwise. One absent site would else delay every round.
         waiting: dict[str, float] = {}
         for name in requests:
-            absent = name in self._absent and name not in self.members.nodes
-            waiting[name] = -math.inf if absent else start
+            is_still_absent = name in self._absent and name not in self.members.nodes
+            waiting[name] = -math.inf if is_still_absent else start
         pending: dict[str, _Pending] = {}
         responses: dict[str, SiteReply] = {}
         send_count: dict[str, int] = dict.fromkeys(requests, 0)
@@ -320,7 +324,7 @@ class ClientManager:
                 del waiting[name]
                 responses[name] = SiteReply(None, NO_KEY)
                 continue
-            if "nodes" in self.connection.failing:
+            if self._transport_fails:
                 # The server itself is disconnected, so absence does not count.
                 waiting[name] = since = now
             if now - since > self.absence or now - start > self.timeout:

@@ -84,19 +84,25 @@ def _find_schema_faults(
     if pattern is not None:
         yield from _find_differences(leaves, pattern)
     for path, leaf in leaves.items():
-        if leaf is None:
-            continue
         is_variance = path[:2] in statistics and path[-1] == "var"  # normalization layers have "mean" and "var"
-        if leaf.dtype not in FLOAT_DTYPES | INTEGER_DTYPES:
-            yield f"{_quote(path)} has dtype {_dtype_name(leaf.dtype)}, which no method sends"
-        elif not bool(leaf.isfinite().all()):
-            yield f"{_quote(path)} has values that are not finite"
-        elif is_variance and bool((leaf < 0).any()):
-            yield f"{_quote(path)} has a variance below 0"
+        fault = None if leaf is None else _find_value_fault(leaf, is_variance)
+        if fault is not None:
+            yield f"{_quote(path)} {fault}"
     for name, sample in samples.items():
         fault = _find_sample_fault(sample)
         if fault is not None:
             yield f"its sample {_quote((name,))} {fault}"
+
+
+def _find_value_fault(leaf: Tensor, is_variance: bool) -> str | None:
+    """Describe a fault in the dtype or the values of a tensor of an upload; None if there is none."""
+    if leaf.dtype not in FLOAT_DTYPES | INTEGER_DTYPES:
+        return f"has dtype {_dtype_name(leaf.dtype)}, which no method sends"
+    if not bool(leaf.isfinite().all()):
+        return "has values that are not finite"
+    if is_variance and bool((leaf < 0).any()):
+        return "has a variance below 0"
+    return None
 
 
 def _find_section_faults(upload: Tree, upload_spec: UploadSpec) -> Iterator[str]:
@@ -139,11 +145,13 @@ def _find_differences(leaves: Mapping[tuple[str, ...], Tensor | None], pattern: 
     for path, leaf_spec in expected.items():
         # Only the first fault is used, so this is not reached if a path is missing.
         leaf = leaves[path]
-        if leaf is None or leaf_spec is None:
-            if leaf_spec is not None:
-                yield f"{_quote(path)} is empty, not a tensor"
-            elif leaf is not None:
-                yield f"{_quote(path)} is a tensor, not empty"
+        if leaf is None and leaf_spec is None:
+            continue
+        if leaf is None:
+            yield f"{_quote(path)} is empty, not a tensor"
+            continue
+        if leaf_spec is None:
+            yield f"{_quote(path)} is a tensor, not empty"
             continue
         shape, dtype = leaf_spec
         if tuple(leaf.shape) != shape:

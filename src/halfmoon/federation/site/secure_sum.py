@@ -80,7 +80,7 @@ def _find_mask_faults(masks: TreeSpec, site_count: int) -> Iterator[str]:
     """Yield the faults in the tensors that the server sends for one stage of a secure sum.
 
     The stages are to announce keys (with a random session id), to deal shares, to mask the update, and to reveal
-    shares. `SITE_TENSORS` (numbers, keys and signatures of the sites with keys) have a row for each of the same sites.
+    shares. The tensors in `SITE_TENSORS` (numbers, keys and signatures of sites) have one row for each of these sites.
 
     Args:
         masks: (shape, dtype) of each tensor, by "stage/name".
@@ -88,7 +88,7 @@ def _find_mask_faults(masks: TreeSpec, site_count: int) -> Iterator[str]:
     """
     if not masks:
         return
-    stage = next(iter(masks)).split("/")[0]
+    stage = next(iter(masks)).split("/")[0]  # of "stage/name"
     # For each tensor of the stage its shape after the first dimension, and its dtype.
     expected = STAGE_TENSORS.get(stage, {})
     if set(masks) != {f"{stage}/{name}" for name in expected}:
