@@ -163,7 +163,7 @@ def _run_command_line(arguments: list[str]) -> int:
         synonym = COMMAND_SYNONYMS.get(arguments[0])
         hint = f"did you mean {synonym!r}?" if synonym else suggest(arguments[0], commands)
         raise UserError(f"unknown command {arguments[0]!r}: {hint}")
-    words = list(takewhile(lambda argument: not argument.startswith("-"), arguments[1:]))
+    words = list(takewhile(lambda argument: not argument.startswith("-"), arguments[1:]))  # before the first flag
     if arguments[:1] == ["compare"] and words and "--methods" not in arguments:
         # argparse would report that --methods is missing.
         raise UserError(f"compare has its methods after a flag: write halfmoon compare --methods {' '.join(words)}.")

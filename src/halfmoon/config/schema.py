@@ -328,7 +328,7 @@ def _merge_explicit(file_options: Mapping[str, Any], flags: Mapping[str, Any], f
         UserError: an option is unknown, or a value has the wrong type.
     """
     explicit: dict[str, Any] = {}
-    for layer, is_file in ((file_options, True), (flags, False)):
+    for layer, is_file in ((file_options, True), (flags, False)):  # flags later, so that they override the file
         for name, value in layer.items():
             subject = f"{name} in {Path(file).name}" if is_file else _flag(name)
             if name not in option_helps():
@@ -341,9 +341,10 @@ def _merge_explicit(file_options: Mapping[str, Any], flags: Mapping[str, Any], f
             else:
                 explicit[name] = _convert_option(subject, name, value)
         # The options for the number of labels exclude each other: one of the flags replaces another one of the file.
-        if any(layer.get(name) is not None for name in LABEL_AMOUNTS):
-            replaced = set(LABEL_AMOUNTS) - set(layer)
-            explicit |= dict.fromkeys(replaced)  # None: not set
+        sets_label_amount = any(layer.get(name) is not None for name in LABEL_AMOUNTS)
+        if sets_label_amount:
+            for name in set(LABEL_AMOUNTS) - set(layer):
+                explicit[name] = None  # not set
     _check_split(explicit)
     if "method" in explicit:
         explicit["method"] = preset.resolve_method(explicit)
@@ -408,20 +409,23 @@ def explicit_method_options(config: Config, method: str) -> dict[str, Any]:
     Raises:
         UserError: the method has no such option, or a value has the wrong type.
     """
-    declared = _registry().options(method)
+    registry = _registry()
+    declared = registry.options(method)
     main_options = _main_options(config) if method == config.method else {}
     values = {**main_options, **_method_tables(config).get(method, {})}
     for name in values:
         if name not in declared:
-            if (error := retired.method_option_error(method, name)) is not None:
-                raise error
-            hint = _registry().hint(name, declared)
-            raise UserError(f"method {method} has no option {name!r}: {hint}")
+            removed_option_error = retired.method_option_error(method, name)
+            if removed_option_error is not None:
+                raise removed_option_error
+            raise UserError(f"method {method} has no option {name!r}: {registry.hint(name, declared)}")
     converted: dict[str, Any] = {}
     for name, value in values.items():
-        converted[name] = convert_value(f"option {name} of {method}", declared[name].type, value)
-        if (limits := _registry().option_range(method, name)) is not None:
-            limits.check(f"option {name} of {method}", converted[name])
+        subject = f"option {name} of {method}"
+        converted[name] = convert_value(subject, declared[name].type, value)
+        limits = registry.option_range(method, name)
+        if limits is not None:
+            limits.check(subject, converted[name])
     return converted
 
 

@@ -60,7 +60,9 @@ def _check_images(config: Any) -> None:
     # Pixels are divided by the standard deviation, so it must not be 0.
     for name, minimum in (("pixel_mean", 0), ("pixel_std", 1e-9)):
         values = getattr(config, name)
-        if values is not None and not (values and all(minimum <= value < math.inf for value in values)):
+        if values is None:
+            continue
+        if not values or not all(minimum <= value < math.inf for value in values):
             bound = "at least 0" if minimum == 0 else "above 0"
             raise UserError(f"{name} is {toml.format_text(values)}: it must be numbers {bound}.")
     window = config.window
@@ -94,9 +96,10 @@ def _check_exclusive_options(config: Any) -> None:
         raise UserError(f"steps and {other} exclude each other: both set how long a client trains.")
     if config.nesterov and not config.momentum:
         raise UserError("nesterov needs a momentum above 0: set momentum, or leave nesterov out.")
-    for name, value in (("unlabeled_batch", "rest"), ("labeled_batch", "all")):
-        if config.shared_views and getattr(config, name) == value:
-            raise UserError(f"shared_views needs a number as {name}: {value!r} differs from client to client.")
+    if config.shared_views:
+        for name, value in (("unlabeled_batch", "rest"), ("labeled_batch", "all")):
+            if getattr(config, name) == value:
+                raise UserError(f"shared_views needs a number as {name}: {value!r} differs from client to client.")
     if config.momentum and config.optimizer != "sgd":
         raise UserError(
             f"momentum is {toml.format_text(config.momentum)}, but {config.optimizer} has none: use optimizer 'sgd'."
@@ -131,8 +134,13 @@ def check_cohort(cohort: int, clients: int) -> None:
 
 def _check_network(config: Any) -> None:
     """Raise UserError for contradictory options of the network and its initial weights."""
-    is_pretrained = config.network.partition(":")[0] == "transformers" or config.network in hubs.PRETRAINED
-    if (config.freeze or config.tune in ("head", "last")) and config.weights is None and not is_pretrained:
+    has_weights = (
+        config.weights is not None
+        or config.network in hubs.PRETRAINED
+        or config.network.partition(":")[0] == "transformers"
+    )
+    freezes_layers = config.freeze or config.tune in ("head", "last")
+    if freezes_layers and not has_weights:
         option = "freeze" if config.freeze else f"tune {config.tune!r}"
         raise UserError(f"{option} needs weights: layers that stay at random values learn nothing.")
     if config.freeze and config.tune != "auto":
@@ -147,6 +155,23 @@ def _check_network(config: Any) -> None:
 
 def _check_privacy_and_attacks(config: Any) -> None:
     """Raise UserError for contradictory options of privacy, robust and secure aggregation, and simulated attacks."""
+    _check_privacy(config)
+    _check_secure_aggregation(config)
+    # Rounded first: 0.29 of 100 clients is 28.999999999999996 in floating point, and means 29.
+    hostile = math.floor(round(config.byzantine * config.cohort, 9))
+    # Krum needs n >= 2f + 3 (Blanchard et al. 2017).
+    if config.aggregation == "krum" and config.cohort < 2 * hostile + 3:
+        raise UserError(
+            f"krum cannot find {hostile} hostile clients among {config.cohort}: it needs a cohort of "
+            f"{2 * hostile + 3} or more; choose a larger cohort or a smaller byzantine."
+        )
+    # Either both are set or neither: an attack without attackers would silently do nothing.
+    if (config.attack == "none") != (config.attackers == 0):
+        raise UserError("attack and attackers need each other: set what hostile clients do, and how many there are.")
+
+
+def _check_privacy(config: Any) -> None:
+    """Raise UserError for options of differential privacy that contradict each other or the aggregation."""
     private = config.dp_clip is not None  # clipped and noised updates
     if private != (config.dp_noise is not None):
         present, missing = ("dp_clip", "dp_noise") if private else ("dp_noise", "dp_clip")
@@ -159,29 +184,25 @@ def _check_privacy_and_attacks(config: Any) -> None:
         raise UserError(
             f"dp_clip and aggregation {config.aggregation!r} exclude each other: the noise is calibrated for a mean."
         )
-    if config.secure_aggregation and config.aggregation != "mean":
+    sends_batch_statistics = config.norm == "batch" and "backbone" not in hubs.frozen_layers(config)
+    if private and sends_batch_statistics:
+        raise UserError("dp_clip needs norm 'group' or 'none': batch statistics would leave the clients without noise.")
+
+
+def _check_secure_aggregation(config: Any) -> None:
+    """Raise UserError for options that secure aggregation excludes."""
+    if not config.secure_aggregation:
+        return
+    if config.aggregation != "mean":
         raise UserError(
             f"secure_aggregation and aggregation {config.aggregation!r} exclude each other: the rule needs single "
             "uploads, which secure aggregation hides."
         )
-    if config.secure_aggregation and config.upload_precision != "float32":
+    if config.upload_precision != "float32":
         raise UserError(
             "secure_aggregation and upload_precision exclude each other: masked sums are of whole numbers of 64 bits."
         )
-    if config.secure_aggregation and config.cohort < 3:
+    if config.cohort < 3:
         raise UserError(
             f"secure_aggregation needs a cohort of 3 or more, not {config.cohort}: a sum of fewer uploads hides none."
         )
-    if private and config.norm == "batch" and "backbone" not in hubs.frozen_layers(config):
-        raise UserError("dp_clip needs norm 'group' or 'none': batch statistics would leave the clients without noise.")
-    # Rounded first: 0.29 of 100 clients is 28.999999999999996 in floating point, and means 29.
-    hostile = math.floor(round(config.byzantine * config.cohort, 9))
-    # Krum needs n >= 2f + 3 (Blanchard et al. 2017).
-    if config.aggregation == "krum" and config.cohort < 2 * hostile + 3:
-        raise UserError(
-            f"krum cannot find {hostile} hostile clients among {config.cohort}: it needs a cohort of "
-            f"{2 * hostile + 3} or more; choose a larger cohort or a smaller byzantine."
-        )
-    # Either both are set or neither: an attack without attackers would silently do nothing.
-    if (config.attack == "none") != (config.attackers == 0):
-        raise UserError("attack and attackers need each other: set what hostile clients do, and how many there are.")

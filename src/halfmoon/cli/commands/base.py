@@ -362,9 +362,8 @@ def unknown_argument_error(
     if command == "resume" and name in settings.option_types():
         return UserError(f"{flag} cannot be changed: halfmoon resume continues the run with its configuration.")
     if command == "compare" and name in ("method", "baselines", "seed"):
-        return UserError(
-            f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"
-        )
+        similar_flag = "--seeds" if name == "seed" else "--methods"
+        return UserError(f"unknown option {flag!r} of compare: did you mean '{similar_flag}'?")
     # Flags of older versions get a sentence with their replacement, before a similar flag is suggested.
     action = getattr(args, "action", None)
     full_command = f"{command} {action}" if action else command

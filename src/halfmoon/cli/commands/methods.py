@@ -110,21 +110,21 @@ def _check(args: argparse.Namespace) -> int:
     from halfmoon.federation.contract import check_method
 
     write_line = line_writer(args.json)
-    promises = []
-    for each in check_method(args.method, _options(args), args.network):
-        promises.append(each)
+    results = []
+    for result in check_method(args.method, _options(args), args.network):  # one promise of the contract each
+        results.append(result)
         if not args.json:
-            detail = f": {each.said}" if each.said else ""
-            write_line(f"{'kept' if each.kept else 'BROKEN':7} {each.promise}{detail}")
-            if args.debug and each.trace:
-                write_line(each.trace)
-    broken = [each for each in promises if not each.kept]
+            detail = f": {result.said}" if result.said else ""
+            write_line(f"{'kept' if result.kept else 'BROKEN':7} {result.promise}{detail}")
+            if args.debug and result.trace:
+                write_line(result.trace)
+    broken = [result for result in results if not result.kept]
     if args.json:
-        print_json({"method": args.method, "kept": not broken, "promises": [asdict(each) for each in promises]})
+        print_json({"method": args.method, "kept": not broken, "promises": [asdict(result) for result in results]})
     elif broken:
-        write_line(f"\n{args.method} breaks {len(broken)} of {len(promises)} promises.")
+        write_line(f"\n{args.method} breaks {len(broken)} of {len(results)} promises.")
     else:
-        write_line(f"\n{args.method} keeps all {len(promises)} promises: it can be simulated, resumed and deployed.")
+        write_line(f"\n{args.method} keeps all {len(results)} promises: it can be simulated, resumed and deployed.")
     return 1 if broken else 0
 
 

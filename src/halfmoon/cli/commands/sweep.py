@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from halfmoon.studies.recipe import Recipe, Value
     from halfmoon.studies.run_sweep import RunReport
     from halfmoon.studies.sweep_folder import SweepFolder
+    from halfmoon.studies.tuning import Trial
 
 TIME_OPTIONS = ("data_dir", "cache", "device", "executor", "threads", "workers")
 """Options of a run that change its time and not its results."""
@@ -84,17 +85,17 @@ def _sweep(args: argparse.Namespace) -> int:
     # Absolute paths, because a worker on another machine has another current folder.
     machine_options = settings.resolve_paths(requested_options(args, EXECUTION_OPTIONS), Path())
     # Every process would use all cores: share them, or several runs at once are slower than one after another.
-    computed: dict[str, Any] = {}
+    computed_options: dict[str, Any] = {}
     if jobs > 1 and args.engine == "local" and "threads" not in machine_options:
-        computed["threads"] = max(1, count_cores() // jobs)
-    seeds = [parse_int("--seeds", text, 0) for text in args.seeds] if args.seeds else None
-    overrides = {**machine_options, **computed}
-    cells = grid.build_cells(plan, grid.parse_selection(plan, args.only), seeds, scale, overrides)
+        computed_options["threads"] = max(1, count_cores() // jobs)
+    seeds = [parse_int("--seeds", text, 0) for text in args.seeds] if args.seeds else None  # None: the recipe's
+    selection = grid.parse_selection(plan, args.only)
+    cells = grid.build_cells(plan, selection, seeds, scale, overrides={**machine_options, **computed_options})
     if args.explain and args.dry_run:
         raise UserError("{explain} and {dry_run} print different lists: choose one.", option=("explain", "dry_run"))
     if args.explain:
         seeds_layer = f"recipe {plan.name}" if seeds is None else "flag"
-        return _print_explanation(grid.explain_cells(cells, seeds_layer, computed), args.json)
+        return _print_explanation(grid.explain_cells(cells, seeds_layer, computed_options), args.json)
     command = shlex.join(["halfmoon", *args.words])
     folder = SweepFolder(args.out, plan, scale)
     if args.dry_run:
@@ -407,6 +408,17 @@ SHOWN_TRIALS = 10
 """Largest number of trials in the printed table."""
 
 
+def _print_trials(trials: Sequence[Trial], names: Sequence[str]) -> None:
+    """Print a table of trials of a search: the accuracy, and the values of the searched options `names`."""
+    rows = []
+    for trial in trials:
+        accuracy = "diverged" if trial.accuracy is None else f"{100 * trial.accuracy:.2f}"
+        values = [trial.values[name] for name in names]
+        texts = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in values]
+        rows.append([str(trial.number), accuracy, *texts])
+    print_table(["trial", "validation %", *names], rows)
+
+
 def _tune(args: argparse.Namespace) -> int:
     """Run `halfmoon tune`: search options of a run by validation images, and print the best trials.
 
@@ -431,13 +443,7 @@ def _tune(args: argparse.Namespace) -> int:
         print_json({"folder": str(folder), "best": str(folder / BEST), "trials": rows})
         return 0
     names = [knob.name for knob in knobs]
-    cells = []
-    for trial in trials[:SHOWN_TRIALS]:
-        accuracy = "diverged" if trial.accuracy is None else f"{100 * trial.accuracy:.2f}"
-        values = [trial.values[name] for name in names]
-        texts = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in values]
-        cells.append([str(trial.number), accuracy, *texts])
-    print_table(["trial", "validation %", *names], cells)
+    _print_trials(trials[:SHOWN_TRIALS], names)
     # The steps of each round are neither set nor searched, so they are the method's own, which `compare` may raise.
     if config.budget != "none" and not (config.reference or config.steps or "steps" in names):
         print_text(
