@@ -276,6 +276,10 @@ def _draw_quantity(
     axes.grid(axis="y", color="#E3E3E3", linewidth=0.6)
     axes.set_axisbelow(True)
     style_axes(axes)
+    if factor == 100:
+        # Around lines at 0 or 100 Matplotlib shows impossible percentages.
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, -2), min(high, 102))
     return ends
 
 

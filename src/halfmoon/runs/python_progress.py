@@ -90,7 +90,7 @@ def progress_table(runs: list[Progress], now: float) -> str:
         bar = f'<progress value="{run.round}" max="{run.rounds}" aria-label="rounds of {title}"></progress>'
         cells = [title, bar, f"{run.round}/{run.rounds}", percent(run.accuracy), time_text]
         lines.append("".join(f"<td>{cell}</td>" for cell in cells))
-    heads = "".join(f"<th>{name}</th>" for name in ("method", "", "round", "accuracy", "time"))
+    heads = "".join(f"<th>{name}</th>" for name in ("method", "progress", "round", "accuracy", "time"))
     return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{'</tr><tr>'.join(lines)}</tr></tbody></table>"
 
 
