@@ -44,11 +44,18 @@ def map(function: Callable[..., Tensor], tree: Tree, /, *others: Tree) -> Tree:
 
 def leaves(tree: Tree) -> Iterator[Tensor]:
     """Yield the leaves in the order of the keys' insertion."""
+    collected: list[Tensor] = []
+    _append_leaves(tree, collected)
+    return iter(collected)
+
+
+def _append_leaves(tree: Tree, leaves: list[Tensor]) -> None:
+    """Append the leaves of a tree to a list, which is faster than a generator for each branch."""
     for value in tree.values():
         if isinstance(value, dict):
-            yield from leaves(value)  # pyright: ignore[reportUnknownArgumentType]
+            _append_leaves(value, leaves)  # pyright: ignore[reportUnknownArgumentType]
         else:
-            yield value
+            leaves.append(value)
 
 
 def leaves_like(template: Tree, tree: Tree) -> Iterator[Tensor]:
