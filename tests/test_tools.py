@@ -264,6 +264,14 @@ def test_the_checks_name_what_is_there() -> None:
     assert "tests/test_layout.py" in hooks
 
 
+def test_a_quick_gallery_takes_two_rounds() -> None:
+    rounds = load_script("tools/gallery.py").ROUNDS
+    text = 'rounds=20, seeds=3\n{"rounds": 12}\n"rounds = 4\\n"\nrows["round"] == 20\nmap(draw, range(5))'
+    assert rounds.sub(r"\g<1>2", text) == (
+        'rounds=2, seeds=3\n{"rounds": 2}\n"rounds = 2\\n"\nrows["round"] == 2\nmap(draw, range(2))'
+    )
+
+
 def test_the_gallery_has_every_script() -> None:
     """A script of examples/ is short and says what one learns; building the documentation runs them all."""
     gallery = load_script("tools/gallery.py")
