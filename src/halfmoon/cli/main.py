@@ -402,7 +402,8 @@ def _announce(config: Config, methods: Sequence[str], folder: Path, seeds: int =
     if seeds > 1:
         what = f"{what} with {seeds} seeds"
     amount = f"{config.clients} clients, {config.rounds} {'round' if config.rounds == 1 else 'rounds'}"
-    print(f"halfmoon: training {what} on {config.data}: {amount}; run folder {folder}", file=sys.stderr, flush=True)
+    # To stderr, because stdout has only the results.
+    base.line_writer(as_json=True)(f"halfmoon: training {what} on {config.data}: {amount}; run folder {folder}")
 
 
 def _print_notes(config: Config, requested: Mapping[str, Any]) -> None:

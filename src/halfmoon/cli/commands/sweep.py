@@ -132,7 +132,7 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
     from rich.console import Console
 
     from halfmoon.runs.callbacks import Callbacks
-    from halfmoon.runs.progress import duration, make_progress, print_line
+    from halfmoon.runs.progress import duration, make_progress, print_line, wrap_lines
     from halfmoon.runs.workers import make_sweep_executor
     from halfmoon.studies.run_sweep import run_sweep
 
@@ -149,7 +149,7 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
             text += ", finished before" if step.finished_before else f" ({duration(step.summary['seconds'])})"
         else:
             text += "finished"
-        print_line(console, text)
+        print_line(console, wrap_lines(text, console.width) if console.is_terminal else text)
 
     # Lines of several runs at once would mix; a line for each finished run remains.
     progress = make_progress(console, args.json or jobs > 1 or args.engine == "ray")
