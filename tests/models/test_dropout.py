@@ -74,6 +74,23 @@ def test_shares_of_dropped_entries_and_their_mean():
         assert float((stored == other).double().mean()) == pytest.approx(0.58, abs=0.008)
 
 
+def scramble(z: int) -> int:
+    """The finalizer of SplitMix64 in Python's integers."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+@pytest.mark.parametrize("call", [0, 1, 5])
+def test_the_masks_are_those_of_splitmix64(call: int):
+    """The stream of a dropout starts at the scrambled key of the step, moved by the number of the dropout."""
+    golden = 0x9E3779B97F4A7C15
+    start = scramble((12345 + golden * (call + 1)) % 2**64)
+    numbers = [(scramble((start + golden * position) % 2**64) >> 11) / 2**53 for position in range(60)]
+    masked = drop(torch.ones(6, 10), 0.5, False, key(12345), call, None, 6)
+    assert masked.flatten().tolist() == [2.0 if number >= 0.5 else 0.0 for number in numbers]
+
+
 def test_channels_are_dropped_as_a_whole():
     out = drop(torch.ones(200, 50, 3, 3), 0.5, True, key(), 0, None, 200)
     assert ((out == 0).flatten(2).all(-1) | (out == 2).flatten(2).all(-1)).all()
