@@ -205,6 +205,19 @@ def test_average_and_choice_survive_a_kill(tmp_path: Path) -> None:
     assert repeated["accuracy"] == whole["accuracy"]
 
 
+def test_checkpoints_are_written_at_multiples_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    save = RunFolder.save
+
+    def note(folder: RunFolder, number: int, *parts: Any) -> None:
+        saved.append(number)
+        save(folder, number, *parts)
+
+    monkeypatch.setattr(RunFolder, "save", note)
+    run(tmp_path / "run", FedAvg(FixMatch()), 5, evaluate_every=5, checkpoint_every=2)
+    assert [number for number in saved if number] == [2, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("values", "mean", "spread"),
     [([[1.0, 2.0], [3.0, 4.0]], 2.5, 1.25**0.5), ([[0.0, 0.0], [2.0, 6.0]], 2.0, 6**0.5), ([[0.6], [0.6]], 0.6, 0.0)],
