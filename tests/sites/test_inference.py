@@ -339,7 +339,7 @@ def test_folders_without_known_labels_are_refused(tmp_path: Path) -> None:
         "odd": "does not know the class 'cat' of 2 images; its classes are: 0, 1",
         "none": "names no image",
         "empty": "no image in it",
-        "gone": "no such folder",
+        "gone": "no such file or folder",
     }.items():
         with pytest.raises(UserError, match=text):
             list_labeled_images(tmp_path / name, ["0", "1"])
@@ -454,7 +454,7 @@ def test_real_images_are_compared_on_as_well(workspace: Path, tmp_path: Path) ->
         ("predict run test --device gpu", "--device is 'gpu'"),
         ("predict run test --out run/summary.json/p.csv", "run/summary.json is a file, not a folder"),
         ("predict run test --out run", "run is a folder: --out needs the name of a file in it"),
-        ("predict run gone", "no such folder"),
+        ("predict run gone", "no such file or folder"),
         ("evaluate run run/model.safetensors", "this is a file"),
         ("evaluate run test --out run/summary.json", "run/summary.json is a file, not a folder"),
         ("export run", "give --onnx FILE, --torch FILE or both"),
@@ -464,7 +464,7 @@ def test_real_images_are_compared_on_as_well(workspace: Path, tmp_path: Path) ->
             "gone/m.pt2: the folder gone does not exist; make it, or choose another --torch",
         ),
         ("export none --onnx run", "run is a folder: --onnx needs the name of a file in it"),
-        ("export run --torch m.pt2 --images clients", "no such folder"),
+        ("export run --torch m.pt2 --images clients", "no such file or folder"),
     ],
 )
 def test_bad_input_is_one_sentence(workspace, command, message, capsys, monkeypatch):

@@ -571,6 +571,13 @@ def _initial_pseudo_labels(
     return tuple(observed)
 
 
+def _repeat_rows(images: Tensor, length: int) -> Tensor:
+    """Repeat images from the first one until there are `length`; without any, return zeros, which the mask excludes."""
+    if not len(images):
+        return images.new_zeros((length, *images.shape[1:]))
+    return images[torch.arange(length, device=images.device) % len(images)]
+
+
 def _pad(clients_data: Sequence[ClientData]) -> ClientData:
     """Stack the images of K clients; a smaller client is padded by repeating its images from the first one.
 
@@ -580,12 +587,6 @@ def _pad(clients_data: Sequence[ClientData]) -> ClientData:
     Returns:
         All leaves (K, ...). `real` is True for rows that are not padding; it is {} if there is no padding.
     """
-
-    def repeat_rows(images: Tensor, length: int) -> Tensor:
-        if not len(images):  # nothing to repeat: zeros, which the mask excludes
-            return images.new_zeros((length, *images.shape[1:]))
-        return images[torch.arange(length, device=images.device) % len(images)]
-
     longest_x = max(len(data.x) for data in clients_data)
     longest_u = max(len(data.u) for data in clients_data)
     real: dict[str, Tensor] = {}
@@ -597,11 +598,11 @@ def _pad(clients_data: Sequence[ClientData]) -> ClientData:
         real["u"] = torch.stack([u_positions < data.unlabeled for data in clients_data])
     views: dict[str, Tensor] = {}
     for name in clients_data[0].views:
-        views[name] = torch.stack([repeat_rows(data.views[name], longest_u) for data in clients_data])
+        views[name] = torch.stack([_repeat_rows(data.views[name], longest_u) for data in clients_data])
     return ClientData(
-        x=torch.stack([repeat_rows(data.x, longest_x) for data in clients_data]),
-        y=torch.stack([repeat_rows(data.y, longest_x) for data in clients_data]),
-        u=torch.stack([repeat_rows(data.u, longest_u) for data in clients_data]),
+        x=torch.stack([_repeat_rows(data.x, longest_x) for data in clients_data]),
+        y=torch.stack([_repeat_rows(data.y, longest_x) for data in clients_data]),
+        u=torch.stack([_repeat_rows(data.u, longest_u) for data in clients_data]),
         labeled=torch.stack([data.labeled for data in clients_data]),
         unlabeled=torch.stack([data.unlabeled for data in clients_data]),
         views=views,

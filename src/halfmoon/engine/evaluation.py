@@ -361,15 +361,12 @@ class Quality:
             return None
         correct_by_class, images_by_class = (to_floats(counts) for counts in self.per_class)
         row: dict[str, Any] = {
-            "accuracy": correct / with_label if with_label else None,
+            "accuracy": _share(correct, with_label),
             "share_above": confident / total,
-            "accuracy_above": confident_correct / confident_with_label if confident_with_label else None,
+            "accuracy_above": _share(confident_correct, confident_with_label),
             "share_used": used / total,
-            "accuracy_used": used_correct / used_with_label if used_with_label else None,
-            "per_class": [
-                class_correct / images if images else None
-                for class_correct, images in zip(correct_by_class, images_by_class, strict=True)
-            ],
+            "accuracy_used": _share(used_correct, used_with_label),
+            "per_class": list(map(_share, correct_by_class, images_by_class)),
         }
         correct_labels, confidences, weights = torch.cat(self.scores, dim=1).numpy()
         row["auc_confidence"] = roc_auc(correct_labels > 0, confidences)
@@ -421,3 +418,8 @@ def fit_temperature(network: Network, model: Tree, normalize: Normalize, images:
         for chunk in torch.split(images.images, images_per_pass(images.images, batch))
     ]
     return find_temperature(torch.cat(logits), images.labels)
+
+
+def _share(count: float, total: float) -> float | None:
+    """Divide two counts; None if the total is 0."""
+    return count / total if total else None

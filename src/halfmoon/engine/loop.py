@@ -431,16 +431,15 @@ def _check_checkpoint(folder: RunFolder, loaded: LoadedCheckpoint) -> None:
         and cost.keys() <= _COST_FIELDS
         and all(type(count) is int for count in cast(Row, cost).values())
     )
-    has_state = loaded.state.keys() <= set(_State._fields) and all(
-        isinstance(subtree, dict) for subtree in loaded.state.values()
-    )
-    if not has_cost or not has_state or "server" not in loaded.state:
+    has_known_trees = "server" in loaded.state and loaded.state.keys() <= set(_State._fields)
+    has_state = has_known_trees and all(isinstance(subtree, dict) for subtree in loaded.state.values())
+    if not has_cost or not has_state:
         raise UserError(f"{folder.path}: its checkpoint holds no state of a run; start the run again elsewhere.")
     # A row that was cut or lost would otherwise be noticed only when the run ends.
     rows = folder.rows()
-    valid = [_is_round_row(row, number) for number, row in enumerate(rows, start=1)]
-    if len(rows) != loaded.round or not all(valid):
-        line = valid.index(False) + 1 if False in valid else len(rows)
+    invalid_lines = [number for number, row in enumerate(rows, start=1) if not _is_round_row(row, number)]
+    if len(rows) != loaded.round or invalid_lines:
+        line = invalid_lines[0] if invalid_lines else len(rows)
         raise UserError(
             f"{folder.path / METRICS}, line {line}: the rows are not those of rounds 1 to {loaded.round}; restore the "
             "file, or start the run again in another {run_dir}.",

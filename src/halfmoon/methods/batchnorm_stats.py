@@ -163,11 +163,12 @@ def estimate_statistics(federation: Federation, server: Tree, over: Over, servin
     if not server.get("stats"):
         return {}
     broadcast = {"params": server["params"]}
-    client_groups = {
+    groups_by_option = {
         "all": torch.split(torch.arange(federation.clients), max(1, len(federation.cohort))),
         "cohort": (federation.cohort,),
         "server": (),
-    }[over]
+    }
+    client_groups = groups_by_option[over]
     # No weights change between the groups, so the division into groups does not affect the result.
     uploads: list[Upload] = []
     for clients in client_groups:

@@ -296,7 +296,8 @@ def compute_aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: fl
     for _ in range(steps):
         if dma == "paper":
             # As printed: the softmax is applied to weights that are already a softmax, in every step.
-            weights = (weights - lr * _gradient(lambda w: distance_from_uniform(w, appu), weights)).softmax(0)
+            gradient = _gradient(lambda w: distance_from_uniform(w, appu), weights)
+            weights = (weights - lr * gradient).softmax(0)
         elif dma == "released":
             # The released loss is the mean of squares. Nesterov momentum in its first step multiplies the gradient by
             # 1 + 0.9.
@@ -304,7 +305,8 @@ def compute_aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: fl
             with_decay = gradient + RELEASED_WEIGHT_DECAY * weights
             weights = (weights - RELEASED_NESTEROV_FACTOR * lr * with_decay).softmax(0)
         else:
-            logits = logits - lr * _gradient(lambda z: distance_from_uniform(z.softmax(0), appu), logits)
+            gradient = _gradient(lambda z: distance_from_uniform(z.softmax(0), appu), logits)
+            logits = logits - lr * gradient
             weights = logits.softmax(0)
     return weights
 

@@ -169,8 +169,8 @@ class FedDure(ModelAveraging):
         if self.labeled_first < 0:
             raise UserError(f"labeled_first is {self.labeled_first}: it must be at least 0.")
         if not self.fine:
-            for name, value in (("regulator_prior", "none"), ("signal_weight", 0), ("share_regulator", False)):
-                if getattr(self, name) != value:
+            for name, default in (("regulator_prior", "none"), ("signal_weight", 0), ("share_regulator", False)):
+                if getattr(self, name) != default:
                     raise UserError(f"{name} has no effect without F-reg (fine is false): leave it out.")
             if not self.coarse and self.signal_labels != "minibatch":
                 raise UserError(

@@ -102,14 +102,18 @@ class FedRGD:
             # Each client continues its group's model instead of the average of all groups.
             starts: Tree = {"stats": {}, **server["groups"]}
             group_indices = torch.tensor([group_of[client] for client in to_ints(federation.cohort)])
-            upload = federation.query("train", {}, tree.map(lambda leaf: leaf[group_indices], starts))
+            model_of_each_client = tree.map(lambda leaf: leaf[group_indices], starts)
+            upload = federation.query("train", {}, model_of_each_client)
         else:
             starts = tree.stack([model] * self.groups)
             upload = federation.query("train", model)
         responder_groups = [group_of[client] for client in to_ints(federation.responders)]
         group_means: list[Tree] = []
         for number in range(self.groups):
-            members = [tree.index(upload.update, k) for k, group in enumerate(responder_groups) if group == number]
+            members: list[Tree] = []
+            for position, group in enumerate(responder_groups):
+                if group == number:
+                    members.append(tree.index(upload.update, position))
             if federation.labeled:
                 members.append(federation.query_server("serve", model).update)
             # The model's sections in its order, so that the trees of clients and server can be stacked.

@@ -294,13 +294,14 @@ class SemiFLClient(RoundLabelingClient):
         the client update begins; with "step" a weak view is predicted in each step.
         """
         options = self.options
-        needs_weak = options.mix_weight or options.labels == "step"
-        labels_all_rows = options.labels == "round" or options.debias or options.rule.needs_all_rows
+        mixes = bool(options.mix_weight)
+        needs_weak = mixes or options.labels == "step"
+        predicts_all_rows = options.labels == "round" or options.debias or options.rule.needs_all_rows
         return UpdateRequirements(
             views=("weak", "strong") if needs_weak else ("strong",),
-            precomputed_views=("weak",) if labels_all_rows else (),
-            second_batch=("weak",) if options.mix_weight else (),
-            mixup=options.concentration if options.mix_weight else None,
+            precomputed_views=("weak",) if predicts_all_rows else (),
+            second_batch=("weak",) if mixes else (),
+            mixup=options.concentration if mixes else None,
             masks_padding=True,
             row_memory=options.rule.row_memory if self._stores_thresholds else {},
             keep_optimizer=options.keep_optimizer,

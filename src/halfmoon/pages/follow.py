@@ -218,7 +218,11 @@ class FollowedRun:
         # A run holds the lock while it trains. A free lock (False) means that the run has ended, unless it is just
         # starting. None if the system cannot tell; then only a long silence shows the end.
         is_locked = locks.is_held(self.path / LOCK)
-        if not is_locked and age > (max_age if is_locked is None else STOPPED_SECONDS):
+        if is_locked is None:
+            has_stopped = age > max_age
+        else:
+            has_stopped = not is_locked and age > STOPPED_SECONDS
+        if has_stopped:
             return "stopped", age
         return ("running" if self.metrics.rows and not wait else "waiting"), age
 
@@ -448,8 +452,9 @@ def find_alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float, comma
     """
     accuracies = [row["test"]["accuracy"] for row in rows if (row.get("test") or {}).get("accuracy") is not None]
     alarms = [*_find_divergence(rows, accuracies)]
-    shares = [(row.get("pseudo") or {}).get("share_used") for row in rows[-UNUSED_ROUNDS:]]
-    if len(shares) == UNUSED_ROUNDS and all(share is not None and share < MIN_SHARE_USED for share in shares):
+    last_shares = [(row.get("pseudo") or {}).get("share_used") for row in rows[-UNUSED_ROUNDS:]]
+    few_are_used = all(share is not None and share < MIN_SHARE_USED for share in last_shares)
+    if len(last_shares) == UNUSED_ROUNDS and few_are_used:
         text = (
             f"unlabeled images are not used: in the last {UNUSED_ROUNDS} rounds less than {100 * MIN_SHARE_USED:g} % "
             "of the pseudo-labels were confident enough"

@@ -136,15 +136,17 @@ class ReviewPage(FolderPage):
         names = self.store.classes
         for row, path in enumerate(self.site.paths):
             label = names[self.store.labels[row]] if self.store.labels[row] >= 0 else ""
+            predicted = ""
             cells = ["", "", "", ""]  # the predicted class, its probability, the next class, its probability
             if page_predictions["predicted"][row] >= 0:
-                top = np.sort(predictions.probabilities[row])[::-1]
-                cells[:2] = [names[page_predictions["predicted"][row]], f"{top[0]:.6f}"]
-                if len(top) > 1:
-                    cells[2:] = [names[page_predictions["second"][row]], f"{top[1]:.6f}"]
+                predicted = names[page_predictions["predicted"][row]]
+                highest_first = np.sort(predictions.probabilities[row])[::-1]
+                cells[:2] = [predicted, f"{highest_first[0]:.6f}"]
+                if len(highest_first) > 1:
+                    cells[2:] = [names[page_predictions["second"][row]], f"{highest_first[1]:.6f}"]
             agrees = ""
-            if label and cells[0]:
-                agrees = "yes" if label == cells[0] else "no"
+            if label and predicted:
+                agrees = "yes" if label == predicted else "no"
             writer.writerow([escape_formula(cell) for cell in (path, *cells, label, agrees)])
         folder_name = self.site.folder.resolve().name
         # Quotes and letters beyond ASCII are not allowed in the header.

@@ -152,7 +152,8 @@ class Checkpoints:
             ]
             return LoadedCheckpoint(round, state, note["meta"], warnings + _version_warning(note), clients)
         # Without a JSON file, which is written last, a single checkpoint is an interrupted first save and no damage.
-        if len(rounds) > 1 or (rounds and (self.path / f"{checkpoint_stem(rounds[0])}.json").exists()):
+        was_completed = bool(rounds) and (self.path / f"{checkpoint_stem(rounds[0])}.json").exists()
+        if len(rounds) > 1 or was_completed:
             reasons = "; ".join(f"{checkpoint_stem(bad)}: {why}" for bad, why in problems)
             raise UserError(
                 f"{self.path}: every checkpoint is damaged ({reasons})",

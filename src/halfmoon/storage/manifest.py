@@ -225,13 +225,15 @@ def _parse_line(line: bytes) -> tuple[int, str, ManifestEntry | None]:
         entry = None if row["file"] is None else ManifestEntry(*(row[field] for field in ManifestEntry._fields))
     except (ValueError, LookupError, TypeError) as error:
         raise DamagedFile(f"{MANIFEST} has an invalid line") from error
-    values = (version, key) if entry is None else (version, key, *entry)
-    expected_types = (int, str) if entry is None else (int, str, str, str, int, int)
     # `type` and not `isinstance`: JSON's true would pass as an integer.
-    if tuple(map(type, values)) != expected_types:
+    if type(version) is not int or type(key) is not str:
+        raise DamagedFile(f"{MANIFEST} has an invalid line")
+    if entry is None:
+        return version, key, None
+    if tuple(map(type, entry)) != (str, str, int, int):
         raise DamagedFile(f"{MANIFEST} has an invalid line")
     # Reject a name with a path, which could point outside the folder.
-    if entry is not None and (not _STORE_FILE.fullmatch(entry.file) or Path(entry.file).name != entry.file):
+    if not _STORE_FILE.fullmatch(entry.file) or Path(entry.file).name != entry.file:
         raise DamagedFile(f"{MANIFEST} names a file that no store writes")
     return version, key, entry
 

@@ -169,11 +169,14 @@ class PoolExecutor(Executor):
             # One more item is submitted than there are processes, so that no process waits for its next item. Items
             # are read as late as possible, because each contains the images of a client.
             unfinished = [future for future in futures if not future.done()]
-            for item in islice(remaining, max(0, self.number + 1 - len(unfinished))):
+            missing = max(0, self.number + 1 - len(unfinished))
+            for item in islice(remaining, missing):
                 futures.append(submit(pack(item)))
             if not futures:
                 return
-            wait([future for future in futures if not future.done()] or futures, return_when=FIRST_COMPLETED)
+            # If all are done, this returns at once.
+            unfinished = [future for future in futures if not future.done()]
+            wait(unfinished or futures, return_when=FIRST_COMPLETED)
             # Results are yielded in the order of the items, so a finished item waits for those before it.
             while futures and futures[0].done():
                 try:

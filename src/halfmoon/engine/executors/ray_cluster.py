@@ -87,7 +87,8 @@ class RayExecutor(PoolExecutor):
                 }
                 running[remote.options(**options).remote(function, task)] = task
             while running:
-                (reference, *_), _ = ray.wait(list(running), num_returns=1)
+                finished, _ = ray.wait(list(running), num_returns=1)
+                reference = finished[0]
                 yield running.pop(reference), self._result(reference)
         except BaseException:  # also if the caller stops the iteration
             for reference in running:
