@@ -131,12 +131,12 @@ def _print_survey(result: Survey) -> None:
         print_table(["class", "labeled", "share"], rows)
     if result.sizes:
         rows = [[f"{height}x{width}", mode, f"{count:,}"] for (height, width, mode), count in result.sizes.items()]
-        shown = rows[:SHOWN_SIZES]
+        visible_rows = rows[:SHOWN_SIZES]
         if len(rows) > SHOWN_SIZES:
             images = sum(list(result.sizes.values())[SHOWN_SIZES:])
-            shown.append([f"{len(rows) - SHOWN_SIZES} more sizes", "", f"{images:,}"])
+            visible_rows.append([f"{len(rows) - SHOWN_SIZES} more sizes", "", f"{images:,}"])
         print_text("")
-        print_table(["height x width", "mode", "images"], shown)
+        print_table(["height x width", "mode", "images"], visible_rows)
     for finding in result.findings:
         _print_finding(finding)
     if not result.can_take_part:
