@@ -35,7 +35,7 @@ READER_VERSION = 4
 NO_CACHE = Path("off")
 """The value of `cache` to write no file."""
 
-MIN_CACHED_BYTES = 8 * 2**20
+MIN_CACHED_BYTES = 2 * 2**20
 """Smallest size of the image files, in bytes, for which caching is worthwhile."""
 
 

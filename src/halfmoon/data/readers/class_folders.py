@@ -254,7 +254,7 @@ def has_classes(folder: Path) -> bool:
     if find_subset(folder, "train") is not None:
         return True
     classes = _list_folders(folder)
-    return len(classes) > 1 and not _find_collections(classes) and all(map(_list_class_images, classes))
+    return len(classes) > 1 and not _find_collections(classes) and all(map(_has_class_images, classes))
 
 
 def refuse_unsorted(folder: Path) -> None:
@@ -264,8 +264,8 @@ def refuse_unsorted(folder: Path) -> None:
     class, a single class, one folder or several sites above the class folders, no readable image, no class folders.
     """
     subfolders = _list_folders(folder)
-    empty = next((path for path in subfolders if not _list_class_images(path)), None)
-    if len(subfolders) > 1 and empty is not None and any(map(_list_class_images, subfolders)):
+    empty = next((path for path in subfolders if not _has_class_images(path)), None)
+    if len(subfolders) > 1 and empty is not None and any(map(_has_class_images, subfolders)):
         formats = describe_unsupported_formats(empty)
         only = f", only {formats}" if formats else ", as in a class folder; fill or remove it"
         raise UserError(f"{empty}: there is no image in it{only}.")
@@ -295,9 +295,10 @@ def refuse_unsorted(folder: Path) -> None:
 
 def _list_folders(folder: Path) -> list[Path]:
     """List the subfolders that may hold images, sorted; links to a folder that contains them are left out."""
-    return sorted(
-        path for path in folder.iterdir() if path.is_dir() and not is_hidden(path.name) and not is_circular_link(path)
-    )
+    # `os.scandir` knows the type of most entries, where `Path.is_dir` would query the file system for every image.
+    with os.scandir(folder) as entries:
+        paths = [folder / entry.name for entry in entries if entry.is_dir(follow_symlinks=False) or entry.is_symlink()]
+    return sorted(path for path in paths if path.is_dir() and not is_hidden(path.name) and not is_circular_link(path))
 
 
 def is_hidden(name: str) -> bool:
@@ -363,6 +364,11 @@ def _list_class_images(folder: Path) -> list[Path]:
     return sorted(images) if subfolders else images
 
 
+def _has_class_images(folder: Path) -> bool:
+    """Check whether an image is in or below a class folder, without listing all of them."""
+    return any(_iterate_images(folder)) or any(map(_has_class_images, _list_folders(folder)))
+
+
 def _lists_direct_images(folder: Path) -> bool:
     """Check whether images are in a class folder itself, or in its folder `images`."""
     return any(_iterate_images(folder)) or any(_iterate_images(folder / "images"))
@@ -390,7 +396,7 @@ def _find_collections(classes: Sequence[Path]) -> list[Path]:
     subfolder_names: dict[Path, set[str]] = {}
     for folder in classes:
         if not _lists_direct_images(folder):
-            subfolder_names[folder] = {path.name for path in _list_folders(folder) if _list_class_images(path)}
+            subfolder_names[folder] = {path.name for path in _list_folders(folder) if _has_class_images(path)}
     counts = Counter(name for names in subfolder_names.values() for name in names if not name[:1].isdigit())
     common = {name for name, count in counts.items() if count > 1}
     return [folder for folder, names in subfolder_names.items() if len(names & common) > 1]
