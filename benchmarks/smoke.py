@@ -268,6 +268,18 @@ RESULTS: dict[str, Small] = {
         "--runs {out}/open --seeds 0 --sets digits --methods fedavg-soft-labels",
         {"SHARES": (0.3,), "TRAINED": {"rounds": 1}},
     ),
+    "scratch_trial": (
+        "--data-dir {data} --runs {out}/scratch --out {out}/scratch.csv --sets digits --labels 2 --draws 0",
+        {
+            "IMAGES": {"digits": 60},
+            "TESTS": 20,
+            "halfmoon.studies.scratch_trial.MIN_ROUNDS": 1,
+            "halfmoon.studies.scratch_trial.MAX_ROUNDS": 1,
+            "halfmoon.studies.scratch_trial.FOLDS": 2,
+            "halfmoon.studies.folds.FOLDS": 2,
+            "halfmoon.studies.folds.REPEATS": 1,
+        },
+    ),
     "own_images": ("--data-dir {data} --out {out}/photos --images 20", {}),
     "collect": ("smoke {run}", {}),
 }

@@ -372,7 +372,7 @@ def _train_plan(args: argparse.Namespace, plan: Plan, folder: Path, resume: bool
 
     def print_result(args: argparse.Namespace, folder: Path, result: PlanResult) -> None:
         if result.outcome is not None:
-            base.print_run_result(result.outcome, args.json, args.wide, result.decision)
+            base.print_run_result(result.outcome, args.json, args.wide, result.decision, result.trial)
         studies.print_plan_result(plan, result, folder, args.json)
 
     return _train(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from halfmoon.studies.decision import Decision
     from halfmoon.studies.plan import Plan
     from halfmoon.studies.run_plan import PlanResult
+    from halfmoon.studies.run_trial import TrialResult
     from halfmoon.studies.site_rehearsal import RehearsalRow
 
 
@@ -29,11 +30,16 @@ Rehearsal = tuple[list["RehearsalRow"], dict[str, "Decision"]]
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--plan` and `--minutes`."""
+    """Add `--plan`, `--minutes` and `--scratch-trial`."""
     about = "with --data FOLDER: print what would be trained, why and how long it takes, and exit"
     parser.add_argument("--plan", action="store_true", help=about)
     about = "with --data FOLDER: choose rounds and sizes so that all of it takes N minutes (default: 10)"
     parser.add_argument("--minutes", metavar="N", type=_parse_minutes, help=about)
+    about = (
+        "with --data FOLDER: train from scratch as well, and use the better model (default: for small images with 10 or "
+        "more labels a class, where the minutes suffice)"
+    )
+    parser.add_argument("--scratch-trial", action=argparse.BooleanOptionalAction, default=None, help=about)
 
 
 def _parse_minutes(text: str) -> float:
@@ -66,8 +72,8 @@ def make_plan(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None
     if args.config is None and folder.is_dir():
         from halfmoon.studies import plan as planning  # slow to import, and most runs have no plan
 
-        plan = planning.plan_if_folder(flags, args.minutes, check_images=args.plan)
-    if plan is None and (args.plan or args.minutes is not None):
+        plan = planning.plan_if_folder(flags, args.minutes, args.plan, args.scratch_trial)
+    if plan is None and (args.plan or args.minutes is not None or args.scratch_trial is not None):
         from halfmoon.data.sources import refuse_without_data
         from halfmoon.studies.plan import EXPLICIT_OPTIONS
 
@@ -75,12 +81,12 @@ def make_plan(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None
         if args.config is None and folder.is_dir() and not EXPLICIT_OPTIONS & flags.keys():
             refuse_without_data(folder)
             raise UserError(
-                f"{folder}: --plan and --minutes need class folders, or images with a labels.csv; to train on parquet or "
+                f"{folder}: --plan, --minutes and --scratch-trial need class folders, or images with a labels.csv; to train on parquet or "
                 "official files, name a --method and leave them out."
             )
         excluded = ", ".join(f"--{name}" for name in sorted(EXPLICIT_OPTIONS))
         raise UserError(
-            "--plan and --minutes go with --data FOLDER, a folder of class folders or of images with a labels.csv, and "
+            "--plan, --minutes and --scratch-trial go with --data FOLDER, a folder of class folders or of images with a labels.csv, and "
             f"without {excluded} and --config."
         )
     return plan
@@ -118,9 +124,14 @@ def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool)
         as_json: print JSON. With an `outcome` nothing is printed: its table, with the decision, was printed before.
     """
     decision = result.decision
+    trial = result.trial
     if as_json:
         if result.outcome is None:
-            print_json({"folder": str(root), "runs": result.runs, "decision": decision and decision.as_json()})
+            decision_json = decision and decision.as_json()
+            trial_json = trial and trial.as_json()
+            print_json(
+                {"folder": str(root), "runs": result.runs, "decision": decision_json, "from_scratch": trial_json}
+            )
         return
     if decision is None:
         if plan.contents.site and plan.contents.labeled == len(plan.contents.paths):
@@ -129,6 +140,9 @@ def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool)
             print_text("There are too few images with a label to decide: label more.")
         else:
             print_text("One split is not enough to decide: give more --minutes for several, or label more images.")
+        if trial is not None:
+            _print_trial(trial)
+            _print_model_to_use(plan, decision, trial, root)
         return
     _print_accuracies(plan, decision)
     print_text(decision.sentence)
@@ -138,7 +152,9 @@ def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool)
             f"This rests on {decision.labels:,} labels and on other image sets; by these labels only: {mean:+.1f} points, "
             f"95 % {low:+.1f} to {high:+.1f}."
         )
-    _print_model_to_use(plan, decision, root)
+    if trial is not None:
+        _print_trial(trial)
+    _print_model_to_use(plan, decision, trial, root)
 
 
 def _print_accuracies(plan: Plan, decision: Decision) -> None:
@@ -171,23 +187,47 @@ def _print_accuracies(plan: Plan, decision: Decision) -> None:
         print_text(f"{ESTIMATED_MIX}, by the predictions of the unlabeled images: {shares}.")
 
 
-def _print_model_to_use(plan: Plan, decision: Decision, root: Path) -> None:
+def _print_trial(trial: TrialResult) -> None:
+    """Print the accuracies of training from scratch and of the head on the same splits, and which side is ahead."""
+    from halfmoon.methods import registry
+
+    decision = trial.decision
+    rows = [[f"{registry.entry(name).title}, from scratch", f"{accuracy:.1f}"] for name, accuracy in trial.methods]
+    rows.append([f"{registry.entry(trial.head.name).title}, on features", f"{trial.head.accuracy:.1f}"])
+    print_table([f"the same {decision.splits} of {trial.planned} splits", "even class mix, %"], rows)
+    print_text(f"{decision.sentence.removesuffix('.')}; the trial took {trial.seconds / 60:.1f} minutes.")
+
+
+def _print_model_to_use(plan: Plan, decision: Decision | None, trial: TrialResult | None, root: Path) -> None:
     """Print the model that the comparison prefers, and the command that predicts with it.
 
     Args:
         plan: the plan, with the pair of methods: labels only, and with unlabeled images.
-        decision: the result of their comparison.
+        decision: the result of their comparison, if there was one.
+        trial: the result of training from scratch, if it was tried.
         root: the run folder. It has the model of the plan's main method; that of the other is in a folder below it.
     """
     from halfmoon.methods import registry
 
-    preferred = plan.pair[1] if decision.prefers_unlabeled else plan.pair[0]
-    other = plan.pair[0] if decision.prefers_unlabeled else plan.pair[1]
-    model = root if preferred == plan.config.method else root / "baselines" / preferred
+    preferred = plan.preferred_method(decision)
     title = registry.entry(preferred).title
+    if trial is not None and trial.model is not None:
+        best = registry.entry(trial.best.name).title
+        print_text(
+            f"use the model of {best} from scratch, {trial.decision.difference.mean:.1f} points ahead of {title} on features "
+            f"in this comparison: halfmoon predict {shlex.quote(str(root / trial.model))} FOLDER",
+            wrap=False,
+        )
+        return
+    other = plan.pair[0] if preferred == plan.pair[1] else plan.pair[1]
+    model = root if preferred == plan.config.method else root / "baselines" / preferred
     reason = f"as good as {registry.entry(other).title}, and simpler"
-    if decision.kind != "equal":
+    if decision is None:
+        reason = "recommended for this number of labels"
+    elif decision.kind != "equal":
         reason = f"ahead of {registry.entry(other).title} in this comparison"
+    if trial is not None:
+        reason += ", and not behind training from scratch"
     print_text(f"use the model of {title}, {reason}: halfmoon predict {shlex.quote(str(model))} FOLDER", wrap=False)
 
 
@@ -238,7 +278,13 @@ def refuse_flags_of_other_runs(args: argparse.Namespace, flags: Mapping[str, Any
         args: the parsed command line.
         flags: the options of a run among its flags, by name.
     """
-    for name, is_given in {"plan": args.plan, "minutes": args.minutes is not None, "wide": args.wide}.items():
+    is_given_by_name = {
+        "plan": args.plan,
+        "minutes": args.minutes is not None,
+        "scratch_trial": args.scratch_trial is not None,
+        "wide": args.wide,
+    }
+    for name, is_given in is_given_by_name.items():
         if is_given:
             raise UserError(f"{{{name}}} has no effect with {{sites}}: leave one of them out.", option=(name, "sites"))
     for name in REHEARSAL_SETS:

@@ -231,7 +231,7 @@ def compare_methods(summaries: Sequence[Mapping[str, Any]], ceilings: Collection
         method = summary["method"]
         if summary["accuracy"] is not None and method not in ceilings:
             accuracies.setdefault(method, {})[summary["seed"]] = 100 * summary["accuracy"]["last"]
-            correct.setdefault(method, {})[summary["seed"]] = _read_correct(summary)
+            correct.setdefault(method, {})[summary["seed"]] = read_correct(summary)
             titles[method] = summary["title"]
     seeds = sorted(set.intersection(*(set(values) for values in accuracies.values()))) if accuracies else []
     if len(accuracies) < 2 or len(seeds) < 2:
@@ -267,7 +267,7 @@ def compare_methods(summaries: Sequence[Mapping[str, Any]], ceilings: Collection
     return DifferenceTable(titles[base], len(seeds), rows, control, images)
 
 
-def _read_correct(summary: Mapping[str, Any]) -> np.ndarray | None:
+def read_correct(summary: Mapping[str, Any]) -> np.ndarray | None:
     """Decode which test images the final model of a run predicts correctly, bool (N,); None if it is unknown."""
     if "correct" not in summary:
         return None

@@ -211,8 +211,13 @@ def read_title(folder: Path) -> str:
 
 
 def read_runs(root: Path) -> list[StoredRun]:
-    """Read all runs in a folder and below it, the highest folders first; raise `UserError` if there is none."""
+    """Read all runs in a folder and below it, the highest folders first; raise `UserError` if there is none.
+
+    Of a plan for a folder of images, these are the runs of its methods, and not those that only compare them on splits.
+    """
     folders = {file.parent for file in root.rglob("run.json")}
+    if (root / "plan.json").exists():
+        folders = {path for path in folders if path == root or path.parent == root / "baselines"}
     # Versions up to 0.2 stored pretrained weights in folders with this prefix, which are not separate runs.
     paths = sorted(
         (path for path in folders if path == root or not path.name.startswith(START)),

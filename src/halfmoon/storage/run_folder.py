@@ -27,6 +27,9 @@ SUMMARY = "summary.json"
 BASELINES = "baselines"
 PLAN = "plan.json"
 DECISION = "decision.json"
+SCRATCH_TRIAL = "from_scratch.json"
+"""The result of training from scratch next to heads on features."""
+
 PENDING = "pending.json"
 """File of a run or comparison whose features are being computed: what `halfmoon resume` starts again."""
 

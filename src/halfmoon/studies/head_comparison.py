@@ -270,7 +270,7 @@ def _estimate_by_labels(predictions: FoldPredictions, expected_advantage: float)
     """
     rows = predictions.tested_rows
     correct = predictions.mean_correct(predictions.method) - predictions.mean_correct(predictions.baseline)
-    weights = _class_weights(predictions.labels[rows])
+    weights = class_weights(predictions.labels[rows])
     differs = (predictions.method != predictions.baseline)[:, predictions.comparison_rows]  # bool (folds, images)
     disagreement = max(float(differs.mean()), 1 / differs.size)  # not 0: heads that never differ show no advantage
     excess = predictions.tested_disagreement[rows] - disagreement
@@ -315,7 +315,7 @@ def _estimate_missing_labels(gain: float, points_per_advantage: float, advantage
     return max(10, 10 * math.ceil((labels - advantage.labels) / 10))
 
 
-def _class_weights(labels: np.ndarray) -> np.ndarray:
+def class_weights(labels: np.ndarray) -> np.ndarray:
     """Compute weights of images that sum to 1, with the same sum for each class; `labels` is int64 (n,)."""
     classes, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     return 1 / (len(classes) * counts[inverse])

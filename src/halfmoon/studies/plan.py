@@ -42,8 +42,10 @@ from halfmoon.studies.cost import (
     reference_fold_cost,
     reference_network_seconds,
 )
+from halfmoon.studies.decision import Decision
 from halfmoon.studies.folds import DRAWS, FOLDS, count_repeats
 from halfmoon.studies.scan_folder import FolderContents, load_site_source, scan_data
+from halfmoon.studies.scratch_trial import TRIAL_METHODS, ScratchTrial, choose_trial
 
 EXPLICIT_OPTIONS = {"method", "baselines", "protocol", "preset", "split"}
 """Options with which the user chooses what to train; the folder is then not planned."""
@@ -56,6 +58,9 @@ DEFAULT_MINUTES = 10.0
 
 PRETRAINED = hubs.MULTILAYER
 """The pretrained network whose features the heads are trained on."""
+
+HEAD_OPTIONS = {"network", "features", "tune", "resize", "rounds", "run_dir", "data_share"}
+"""Options of the user that do not apply to training from scratch next to heads."""
 
 HEADS = ("ridge-head", "mixture-head")
 """The heads on features: with labels only, and with unlabeled images as well."""
@@ -121,6 +126,7 @@ class Plan:
         share: the share of the unlabeled images that is used.
         reasons: (what was chosen, why).
         steps: the steps and their times.
+        trial: training from scratch that is tried next to the heads; None for none.
     """
 
     config: Config
@@ -131,6 +137,7 @@ class Plan:
     share: float
     reasons: tuple[tuple[str, str], ...]
     steps: tuple[PlanStep, ...]
+    trial: ScratchTrial | None = None
 
     @property
     def seconds(self) -> float:
@@ -141,6 +148,8 @@ class Plan:
     def runs(self) -> int:
         """The number of runs."""
         methods = 1 + len(self.config.baselines)
+        if self.trial is not None:
+            return methods + self.trial.runs
         if self.heads or self.splits < 2:
             return methods
         # A site's folder is trained on whole, and once on each split; a folder with a test subset is its own first split.
@@ -149,7 +158,13 @@ class Plan:
     @property
     def seconds_after_runs(self) -> float:
         """The time of the splits that are not runs: heads are solved again without a run folder."""
-        return self.steps[-1].seconds if self.heads else 0.0
+        return self.steps[-1].seconds if self.heads and self.trial is None else 0.0
+
+    def preferred_method(self, decision: Decision | None) -> str:
+        """Return the method of the pair that a decision prefers; without one, the recommended method."""
+        if decision is None:
+            return self.config.method
+        return self.pair[1] if decision.prefers_unlabeled else self.pair[0]
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible values."""
@@ -162,13 +177,19 @@ class Plan:
         }
 
 
-def plan_if_folder(options: Mapping[str, Any], minutes: float | None = None, check_images: bool = False) -> Plan | None:
+def plan_if_folder(
+    options: Mapping[str, Any],
+    minutes: float | None = None,
+    check_images: bool = False,
+    scratch_trial: bool | None = None,
+) -> Plan | None:
     """Plan the run of a data folder.
 
     Args:
         options: the user's options; "data" is a name or a folder.
         minutes: the time limit; None for `DEFAULT_MINUTES`.
         check_images: read all images if this takes at most `MAX_CHECK_SECONDS`, and make the checks of the run.
+        scratch_trial: whether training from scratch is tried next to heads; None to decide by the images and minutes.
 
     Returns:
         The plan; None if the options name a method, or "data" is no folder of images.
@@ -183,12 +204,17 @@ def plan_if_folder(options: Mapping[str, Any], minutes: float | None = None, che
     contents = scan_data(str(options["data"]), options.get("group_pattern"))
     if contents is None:
         return None
-    plan = make_plan(options, contents, minutes or DEFAULT_MINUTES)
+    plan = make_plan(options, contents, minutes or DEFAULT_MINUTES, scratch_trial)
     check_image_options(plan.config)
     return _check_images(plan) if check_images else plan
 
 
-def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: float = DEFAULT_MINUTES) -> Plan:
+def make_plan(
+    options: Mapping[str, Any],
+    contents: FolderContents,
+    minutes: float = DEFAULT_MINUTES,
+    scratch_trial: bool | None = None,
+) -> Plan:
     """Plan the run of a scanned folder within a time limit. Planning measures this machine for some seconds.
 
     Heads are trained on features of a pretrained network if the user names one, or names no network and the package of
@@ -198,9 +224,10 @@ def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: flo
         options: the user's options by name, as in `halfmoon.config.schema`; those that are not set are missing.
         contents: the scanned folder.
         minutes: the time limit of the run.
+        scratch_trial: whether training from scratch is tried next to heads; None to decide by the images and minutes.
 
     Raises:
-        UserError: options and images do not fit.
+        UserError: options and images do not fit, or a trial is requested without the pretrained network.
     """
     network = options.get("network")
     # `tune` selects the layers that are trained. Cached features suffice only if the network before the head is fixed.
@@ -214,7 +241,13 @@ def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: flo
     use_heads = network in hubs.PRETRAINED or default_network_usable
     options = _fit_clients(options, contents, use_heads)
     if use_heads:
-        return _plan_heads(options, contents, minutes)
+        return _plan_heads(options, contents, minutes, scratch_trial)
+    if scratch_trial:
+        raise UserError(
+            "it tries training from scratch next to a pretrained network, and this run is from scratch anyway: leave it out.",
+            option="scratch_trial",
+            value="set",
+        )
     return _plan_from_scratch(options, contents, minutes)
 
 
@@ -380,7 +413,9 @@ def head_config(options: Mapping[str, Any], contents: FolderContents) -> tuple[C
     return config, HEADS, label_count
 
 
-def _plan_heads(options: Mapping[str, Any], contents: FolderContents, minutes: float) -> Plan:
+def _plan_heads(
+    options: Mapping[str, Any], contents: FolderContents, minutes: float, scratch_trial: bool | None
+) -> Plan:
     """Plan to train heads on features of a pretrained network; leave images out if all take longer than the limit.
 
     The reference computer's costs decide how many, so that the same command gives the same model on any computer. This
@@ -395,6 +430,17 @@ def _plan_heads(options: Mapping[str, Any], contents: FolderContents, minutes: f
         share *= config.data_share  # the user's limit on the data
         config = replace(config, data_share=share)
     steps = _head_steps(config, measured_costs, counts, share)
+    choice = choose_trial(
+        _trial_config(options, contents, config),
+        contents,
+        check=lambda trial_config: _check_trial_split(trial_config, contents),
+        measure=lambda trial_config: _measure_round(trial_config, contents),
+        seconds_left=60 * minutes - reference_costs.total(counts, share),
+        labels_per_class=label_count,
+        requested=scratch_trial,
+    )
+    if choice.trial is not None:
+        steps.append(PlanStep("training from scratch, at most", choice.seconds))
     # Larger images are reduced, to a quarter of the pixels that the network was pretrained on (224 x 224). Smaller ones
     # are enlarged, to an input size that the network accepts.
     pixels = "a quarter of the time of 224" if contents.side > SIDE else "what the network takes"
@@ -403,6 +449,7 @@ def _plan_heads(options: Mapping[str, Any], contents: FolderContents, minutes: f
         ("images", f"{SIDE} x {SIDE} pixels: {pixels}"),
         ("network", f"{config.network}, from ImageNet: features once, then its head"),
         ("methods", _describe_methods(pair, label_count, limit)),
+        ("from scratch", choice.reason),
         *_explain_images(config, contents, share, repeats=count_repeats(contents.labeled)),
         *_slowness_reasons(steps, minutes),
     ]
@@ -415,7 +462,38 @@ def _plan_heads(options: Mapping[str, Any], contents: FolderContents, minutes: f
         share=share,
         reasons=tuple(reasons),
         steps=tuple(steps),
+        trial=choice.trial,
     )
+
+
+def _trial_config(options: Mapping[str, Any], contents: FolderContents, head_options: Config) -> Config:
+    """Configure the runs from scratch of a trial next to heads.
+
+    Args:
+        options: the user's options.
+        contents: the scanned folder.
+        head_options: the configuration of the heads, from which the share of the images is taken.
+    """
+    scratch_options = {name: value for name, value in options.items() if name not in HEAD_OPTIONS}
+    methods = TRIAL_METHODS
+    if contents.labeled == len(contents.paths) and contents.site:
+        methods = TRIAL_METHODS[:1]  # no image is unlabeled
+    labels_only, *others = methods
+    defaults = {
+        **_client_options(options, contents),
+        "protocol": "few-labels",
+        **image_options(contents, heads=False),
+        "data_share": head_options.data_share,
+        "method": labels_only,
+        "baselines": tuple(others),
+    }
+    return _resolve_pair(scratch_options, defaults, pair=(labels_only, TRIAL_METHODS[-1]))
+
+
+def _check_trial_split(config: Config, contents: FolderContents) -> None:
+    """Raise UserError if clients lack the images that training from scratch needs; the heads may need fewer."""
+    if not contents.site and not contents.in_memory:
+        _check_split(config, contents, _training_labels(contents))
 
 
 class _ImageCounts(NamedTuple):
@@ -501,7 +579,7 @@ def _head_costs(config: Config, contents: FolderContents) -> tuple[_HeadCosts, _
     """
     image_spec = _image_spec(config, contents)
     head, _, normalize = head_task(config, image_spec)
-    products = factory.build_task(config, image_spec).network.count_products(image_spec.image)
+    products = head.inner.count_products(image_spec.image)  # of the whole network
     feature_count = _count_features(head)
     # `SOLVING_COST` is that of `FEATURES` features. Products of matrices, whose sides are their number, take most of it.
     solving_cost = SOLVING_COST.times((feature_count / FEATURES) ** 2)

@@ -51,6 +51,7 @@ def run(
     minutes: float | None = None,
     test: Any = None,
     progress: bool = True,
+    scratch_trial: bool | None = None,
     **options: Any,
 ) -> Results:
     """Train a method, and the methods in the option `baselines`, in a new run folder or in `run_dir`.
@@ -78,6 +79,8 @@ def run(
         minutes: time limit of a plan for a folder of images or images in memory; None: 10.
         test: labeled test images, if `data` is in memory: of any of its types.
         progress: print progress and messages; False: nothing but warnings.
+        scratch_trial: whether a plan with a pretrained network also tries training from scratch; None to decide by the
+            images, labels and minutes.
         options: options of `Config`, which override those of `config`.
 
     Raises:
@@ -91,10 +94,13 @@ def run(
     _check_config(config)
     method_options: dict[str, Any] = {}
     options, may_plan = _register_data(config, options, test)
-    if config is None and method is None and may_plan and (plan := _plan_folder(options, minutes)) is not None:
-        return _start_plan(plan, watch, progress)
-    if minutes is not None:
-        raise UserError("minutes is only for data=FOLDER, a folder of images, without a method, recipe or split.")
+    if config is None and method is None and may_plan:
+        plan = _plan_folder(options, minutes, scratch_trial)
+        if plan is not None:
+            return _start_plan(plan, watch, progress)
+    for name, value in (("minutes", minutes), ("scratch_trial", scratch_trial)):
+        if value is not None:
+            raise UserError(f"{name} is only for data=FOLDER, a folder of images, without a method, recipe or split.")
     if method is not None:
         options["method"], method_options = outside.describe_method(method)
     config = _make_config(config, options, method_options)
@@ -379,12 +385,13 @@ def _refuse_options(config: Config | None, options: Mapping[str, Any], names: Se
             raise UserError(f"{name} {reason}; leave {name} out.")
 
 
-def _plan_folder(options: Mapping[str, Any], minutes: float | None) -> Plan | None:
+def _plan_folder(options: Mapping[str, Any], minutes: float | None, scratch_trial: bool | None) -> Plan | None:
     """Plan a run on images in a folder or in memory; None for other data, or a named method, recipe or split."""
     name = str(options.get("data", ""))
     if not memory.is_memory_name(name) and (not name or not Path(name).is_dir()):
         return None
-    return planning.plan_if_folder(schema.resolve_paths(options, Path()), minutes)
+    options = schema.resolve_paths(options, Path())
+    return planning.plan_if_folder(options, minutes, scratch_trial=scratch_trial)
 
 
 def _start_plan(plan: Plan, watch: Callback, progress: bool) -> Results:

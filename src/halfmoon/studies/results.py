@@ -22,7 +22,7 @@ from halfmoon.runs.python_progress import in_notebook
 from halfmoon.runs.runner import CSV, CURVES, MARKDOWN
 from halfmoon.sites.inference.model import Model, load_model
 from halfmoon.storage import atomic_io
-from halfmoon.storage.run_folder import DECISION, MODEL
+from halfmoon.storage.run_folder import DECISION, MODEL, SCRATCH_TRIAL
 from halfmoon.studies import sweep_folder
 
 if TYPE_CHECKING:
@@ -123,6 +123,14 @@ class Results:
         None for other runs, and if only one split was run.
         """
         return atomic_io.read_json(self.folder / DECISION)
+
+    @property
+    def scratch_trial(self) -> Row | None:
+        """The comparison of training from scratch with heads on features: "sentence", "methods", "head", ...
+
+        "model" is the folder of the model from scratch if it is ahead, otherwise None. None where it was not tried.
+        """
+        return atomic_io.read_json(self.folder / SCRATCH_TRIAL)
 
     @property
     def model(self) -> Model:
@@ -257,6 +265,8 @@ class Results:
         # Whether unlabeled images help, for a folder of images.
         if decision := self.decision:
             texts.append(decision["sentence"])
+        if trial := self.scratch_trial:
+            texts.append(trial["sentence"])
         count = f"{len(self.runs)} run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
         return f"<{count} in {self._short_folder}{': ' if texts else ''}{', '.join(texts)}>"
 
@@ -277,6 +287,8 @@ class Results:
         ]
         if decision := self.decision:
             sentences.append(decision["sentence"])
+        if trial := self.scratch_trial:
+            sentences.append(trial["sentence"])
         pieces += [f"<p>{escape(sentence)}</p>" for sentence in sentences if sentence]
         return "".join([*pieces, f"<p><code>{escape(self._short_folder)}</code></p>"])
 

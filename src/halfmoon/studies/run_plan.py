@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from halfmoon.api.types import Method
-from halfmoon.config.schema import Config, identity
+from halfmoon.config.schema import Config, identity, to_toml
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
-from halfmoon.data.partition.split import Split
 from halfmoon.engine.evaluation import Examples, ModelEvaluation
 from halfmoon.engine.loop import Row
 from halfmoon.runs import factory, runner
@@ -22,13 +21,15 @@ from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import parse_config
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
-from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, RunFolder
+from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, SCRATCH_TRIAL, RunFolder
 from halfmoon.studies.decision import Decision, decide_by_evaluations
 from halfmoon.studies.fold_solver import DrawSolver, FoldSolver
 from halfmoon.studies.folds import FOLDS, Fold, cross_validation_folds, label_draws
 from halfmoon.studies.head_comparison import decide_by_image, predict_folds
 from halfmoon.studies.plan import Plan, PlanStep, single_client_split
-from halfmoon.studies.scan_folder import load_site_source, scan_data
+from halfmoon.studies.run_trial import TrialResult, restrict_to_fold, run_trial
+from halfmoon.studies.scan_folder import FolderContents, load_site_source, scan_data
+from halfmoon.studies.scratch_trial import ScratchTrial
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,13 @@ class PlanResult:
         runs: the runs' summaries, the recommended method first.
         outcome: the comparison on test images; None for a site's folder, which has none.
         decision: None where the methods were compared on a single split.
+        trial: the comparison with training from scratch; None where it was not tried.
     """
 
     runs: list[Row]
     outcome: RunResult | None
     decision: Decision | None
+    trial: TrialResult | None = None
 
 
 def load_plan(root: Path) -> Plan | None:
@@ -76,7 +79,16 @@ def load_plan(root: Path) -> Plan | None:
         share=record["share"],
         reasons=(),
         steps=(PlanStep("", 0.0),),  # `Plan.seconds_after_runs` reads the last step
+        trial=_load_trial(record, root, contents),
     )
+
+
+def _load_trial(record: Row, root: Path, contents: FolderContents) -> ScratchTrial | None:
+    """Load the trial of a plan from its file; plans of halfmoon 0.3 and earlier have none."""
+    if record.get("trial") is None:
+        return None
+    config = replace(parse_config(record["trial"], root), run_dir=None)
+    return ScratchTrial(config, splits=FOLDS, site=contents.site)
 
 
 def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> PlanResult:
@@ -124,9 +136,13 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
         decision = _decide_by_heads(plan, problem)
     else:
         decision = _decide_by_runs(plan, problem, root, runs, watch)
-    if decision is not None:
-        atomic_io.write_atomically(root / DECISION, (json.dumps(decision.as_json(), indent=2) + "\n").encode())
-    return PlanResult(runs, outcome, decision)
+    trial = None
+    if plan.trial is not None:
+        trial = run_trial(plan, problem, plan.preferred_method(decision), root, watch)
+    for name, result in ((DECISION, decision), (SCRATCH_TRIAL, trial)):
+        if result is not None:
+            atomic_io.write_atomically(root / name, (json.dumps(result.as_json(), indent=2) + "\n").encode())
+    return PlanResult(runs, outcome, decision, trial)
 
 
 def _write_plan(plan: Plan, root: Path) -> None:
@@ -138,6 +154,7 @@ def _write_plan(plan: Plan, root: Path) -> None:
         "share": plan.share,
         "baselines": plan.config.baselines,
         "reference": plan.config.reference,
+        "trial": None if plan.trial is None else to_toml(plan.trial.config),
     }
     root.mkdir(parents=True, exist_ok=True)
     atomic_io.write_atomically(root / PLAN, json.dumps(record).encode())
@@ -283,7 +300,7 @@ def _compare_fold_runs(plan: Plan, problem: Problem, root: Path, watch: Callback
     results: list[dict[str, ModelEvaluation]] = []
     for number, fold in enumerate(cross_validation_folds(train.labels, train.groups, repeats=1), start=1):
         config = replace(plan.config, run_dir=root / "splits" / str(number))
-        results.append(_evaluate_runs(_start_or_resume(config, watch, _fold_problem(problem, fold)).summaries))
+        results.append(_evaluate_runs(_start_or_resume(config, watch, restrict_to_fold(problem, fold)).summaries))
     return _decide_by_results(plan, results, problem.source.test, 1 / (FOLDS - 1), int((train.labels < 0).sum()))
 
 
@@ -344,34 +361,6 @@ def _start_or_resume(config: Config, watch: Callback, problem: Problem) -> RunRe
     if RunFolder.exists(config.run_dir):
         return runner.resume(config.run_dir, watch, shared=problem)
     return runner.start(config, watch, shared=problem)
-
-
-def _fold_problem(problem: Problem, fold: Fold) -> Problem:
-    """Restrict the data of a run to a fold: train on its labeled and unlabeled rows as one client, and test on its rows.
-
-    Args:
-        problem: the data, split and task of the run.
-        fold: the rows of a cross-validation's fold, which index the training images.
-    """
-    train = problem.source.train
-    train_rows = np.sort(np.concatenate([fold.labeled, fold.unlabeled]))
-
-    def select_images(rows: np.ndarray) -> Images:
-        return Images(train.images[rows], train.labels[rows])
-
-    def select_examples(rows: np.ndarray) -> Examples:
-        indices = torch.from_numpy(rows)
-        return Examples(problem.train.images[indices], problem.train.labels[indices])
-
-    # The test rows' labels are hidden in training, as they are not among `train_rows`.
-    split: Split = single_client_split(train.labels[train_rows])
-    return replace(
-        problem,
-        source=replace(problem.source, train=select_images(train_rows), test=select_images(fold.test)),
-        split=split,
-        train=select_examples(train_rows),
-        test=select_examples(fold.test),
-    )
 
 
 def _evaluate_runs(rows: Sequence[Row]) -> dict[str, ModelEvaluation]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from halfmoon.runs.callbacks import Callback
     from halfmoon.runs.runner import RunResult
     from halfmoon.studies.decision import Decision
+    from halfmoon.studies.run_trial import TrialResult
 
 
 COMMON_OPTIONS = {
@@ -523,7 +524,13 @@ def line_writer(as_json: bool) -> Callable[[str], None]:
     return write_line
 
 
-def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: Decision | None = None) -> None:
+def print_run_result(
+    outcome: RunResult,
+    as_json: bool,
+    wide: bool,
+    decision: Decision | None = None,
+    trial: TrialResult | None = None,
+) -> None:
     """Print the results of a run or a comparison.
 
     Args:
@@ -531,6 +538,7 @@ def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: De
         as_json: print them as JSON.
         wide: print all columns of the table.
         decision: the decision of a plan, which becomes part of the JSON.
+        trial: the plan's comparison with training from scratch, likewise.
     """
     from halfmoon.methods import registry
     from halfmoon.report import tables
@@ -554,6 +562,7 @@ def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: De
                 "differences": paired and paired.as_json(),
                 "gain": sentence,
                 **({} if decision is None else {"decision": decision.as_json()}),
+                **({} if trial is None else {"from_scratch": trial.as_json()}),
                 "remarks": notes,
                 "runs": runs,
             }
