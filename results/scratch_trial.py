@@ -32,7 +32,7 @@ UNLABELED_SHARE = 0.25
 TESTS = 1000
 """Images of the truth, fewer where a set has fewer."""
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "set", "side", "labels", "draw", "rounds", "splits", "head", "head_cv", "scratch", "scratch_cv", "low", "high",
     "chosen", "head_true", "scratch_true", "minutes",
 )  # fmt: skip

@@ -19,6 +19,7 @@ from halfmoon.report.paired import Difference, read_correct
 from halfmoon.runs import factory, runner
 from halfmoon.runs.callbacks import Callback
 from halfmoon.runs.factory import Problem
+from halfmoon.storage.events import NullRecorder
 from halfmoon.studies.decision import Decision, difference_interval, estimate_missing_labels, name_verdict
 from halfmoon.studies.fold_solver import DrawSolver, FoldSolver
 from halfmoon.studies.folds import Fold, cross_validation_folds
@@ -189,7 +190,8 @@ def run_trial(plan: Plan, problem: Problem, head: str, root: Path, watch: Callba
     assert trial is not None, "called for plans with a trial"
     source = load_trial_images(plan, trial)
     if not _has_same_images(source, problem.source, trial.site):
-        watch.say("Training from scratch is not tried: at its size, other images are copies of each other.")
+        text = "Training from scratch is not tried: at its size, other images are copies of each other."
+        watch.record("scratch_trial_left_out", text)
         return None
     splits = _site_splits(trial, source, problem, root) if trial.site else _label_draws(trial, source, root)
     solve = _make_head_solver(plan.config, problem, head, trial.site)
@@ -209,13 +211,13 @@ def run_trial(plan: Plan, problem: Problem, head: str, root: Path, watch: Callba
         predictions.add(split.fold.test, correct)
         best = max(trial.methods, key=predictions.accuracy)
         texts = [f"{registry.entry(name).title} {predictions.accuracy(name):.1f} %" for name in correct]
-        watch.say(
-            f"from scratch, split {count} of {trial.splits}: {', '.join(texts)}; {seconds / 60:.1f} minutes so far."
-        )
+        text = f"from scratch, split {count} of {trial.splits}: {', '.join(texts)}; {seconds / 60:.1f} minutes so far."
+        watch.record("scratch_split_finished", text, split=count, splits=trial.splits)
         difference, error = predictions.compare_by_image(best, head)
         if MIN_SPLITS <= count < trial.splits and abs(difference.mean) > CLEAR_ERRORS * error:
             side = "training from scratch is" if difference.mean > 0 else "features are"
-            watch.say(f"from scratch: {side} clearly ahead, the other splits are left out.")
+            text = f"from scratch: {side} clearly ahead, the other splits are left out."
+            watch.record("scratch_trial_stopped", text, split=count)
             break
     if count < MIN_SPLITS:
         return None
@@ -271,7 +273,7 @@ def load_trial_images(plan: Plan, trial: ScratchTrial) -> Source:
     flip = bool(trial.config.flip)
     if trial.site:
         preparation = factory.image_preparation(trial.config)
-        return load_site_source(plan.contents, preparation, plan.share, flip=flip, report=lambda _: None)
+        return load_site_source(plan.contents, preparation, plan.share, flip=flip, display=NullRecorder())
     return replace(factory.load_images(trial.config), mirror=flip)
 
 
