@@ -133,6 +133,7 @@ def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folds, "DRAWS", 2)
 
 
+@pytest.mark.slow
 def test_a_site_trains_from_scratch_where_that_is_ahead(
     short: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_site_trains_from_scratch_where_that_is_ahead(
     assert trial["sentence"] in repr(results)
 
 
+@pytest.mark.slow
 def test_class_folders_try_the_splits_of_the_run(short: None, capsys: pytest.CaptureFixture[str]) -> None:
     write_digits(Path("photos"), 15, None)
     command = ["run", "--data", "photos", "--run-dir", "run", "--clients", "2", "--labels-per-class", "2", "--json"]
