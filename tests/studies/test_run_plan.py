@@ -354,7 +354,7 @@ def test_without_a_decision_the_way_to_one_is_said(
 
 def test_a_plan_is_for_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--plan"]) == 2
-    assert "--plan and --minutes go with --data FOLDER" in capsys.readouterr().err
+    assert "--plan, --minutes and --scratch-trial go with --data FOLDER" in capsys.readouterr().err
     (tmp_path / "photos" / "cat").mkdir(parents=True)
     Image.new("L", (8, 8)).save(tmp_path / "photos" / "cat" / "a.png")
     assert main(["run", "--data", str(tmp_path / "photos"), "--plan"]) == 2
