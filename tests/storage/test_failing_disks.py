@@ -7,6 +7,7 @@ import pytest
 import torch
 from disk_failures import ERROR_NUMBERS, count_calls, run_and_read, run_with_failure
 from failing_disk import FailingDisk, PowerLoss, replace_file_calls
+from text_log import TextLog
 
 from halfmoon.core.tree import Tree
 from halfmoon.federation.site.runtime import SiteMemory
@@ -52,9 +53,8 @@ def test_client_memory_is_the_old_or_the_new_one_after_a_disk_failure(tmp_path: 
     """A failure at any call of a write leaves the memory of the round before, or the complete new one."""
 
     def memory(folder: Path, round: int) -> SiteMemory:
-        return SiteMemory(
-            folder, (round, 0, 0), (round - 1, 0, 0) if round else None, torch.device("cpu"), lambda _: None
-        )
+        latest = (round - 1, 0, 0) if round else None
+        return SiteMemory(folder, (round, 0, 0), latest, torch.device("cpu"), TextLog([]))
 
     def tree(value: float) -> Tree:
         return {"w": torch.full((100,), value)}
