@@ -61,6 +61,15 @@ def test_colors_have_eight_bits(bits: int, values: list[int], expected: list[int
     assert np.asarray(image).tolist() == [[expected, [*reversed(expected)]]]
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("RGB", 9), ("YBR_FULL", 36), ("MONOCHROME2", 8)])
+def test_the_bytes_of_a_pixel_follow_from_the_header(kind: str, expected: int, tmp_path: Path):
+    """Without compression: conversions of color spaces need the most memory, gray images the least."""
+    pixels = np.zeros((4, 4) if kind == "MONOCHROME2" else (4, 4, 3), np.uint8)
+    (tmp_path / "file.dcm").write_bytes(files.make_file(pixels, PhotometricInterpretation=kind))
+    gray = kind == "MONOCHROME2"
+    assert dicom.read_header(tmp_path / "file.dcm", "file") == (4, 4, gray, 1, expected)
+
+
 def test_padding_does_not_widen_an_estimated_window():
     """Grays from 1000 to 2000 with a border of 60000: the lightest gray is white, and the border is black."""
     pixels = np.linspace(1000, 2000, 32 * 32).astype(np.uint16).reshape(32, 32)

@@ -426,3 +426,16 @@ def test_every_work_of_the_catalog_masks():
     for name in FEDERATED:
         for client_update in registry.entry(name).method.client_updates(shared).values():
             assert client_update.requirements.masks_padding, name
+
+
+def test_masks_mark_the_rows_of_each_client() -> None:
+    """Of clients with 2 and 3 labeled images and with 3 and 1 unlabeled ones."""
+
+    def client(labeled: int, unlabeled: int) -> ClientData:
+        x = torch.zeros(labeled, 1, 1, 1, dtype=torch.uint8)
+        u = torch.zeros(unlabeled, 1, 1, 1, dtype=torch.uint8)
+        return ClientData(x, torch.zeros(labeled).long(), u, torch.tensor(labeled), torch.tensor(unlabeled))
+
+    real = driver._pad([client(2, 3), client(3, 1)]).real
+    assert real["x"].tolist() == [[True, True, False], [True, True, True]]
+    assert real["u"].tolist() == [[True, True, True], [True, False, False]]
