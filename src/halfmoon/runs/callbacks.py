@@ -63,7 +63,13 @@ class NullCallback(Callback):
     """Ignore runs, rounds and events: a base class for callbacks that handle only some of them."""
 
     def record(self, name: str, text: str, /, **fields: Any) -> None:
-        """Ignore an event."""
+        """Ignore an event.
+
+        Args:
+            name: the kind of event.
+            text: one sentence about it, for people.
+            fields: the same information for programs.
+        """
 
 
 NULL_CALLBACK = NullCallback()
@@ -110,6 +116,9 @@ class Callbacks:
 
     An exception that is no `Exception`, such as KeyboardInterrupt, is not caught: with it a callback can stop a run,
     which can be resumed.
+
+    Its methods are those of `Callback`: `begin(run)`, `round(run, row)`, `end(run, summary)` and `record(name, text,
+    **fields)`.
     """
 
     def __init__(self, *callbacks: Callback, failures: EventRecorder | None = None) -> None:
@@ -132,15 +141,19 @@ class Callbacks:
         self._failures = _WarningRecorder() if failures is None else failures
 
     def begin(self, run: RunInfo) -> None:
+        """Tell all callbacks that `run` starts or resumes."""
         self._call(lambda callback: callback.begin(run))
 
     def round(self, run: RunInfo, row: Row) -> None:
+        """Tell all callbacks that a round of `run` ended; `row` is its line of metrics.jsonl."""
         self._call(lambda callback: callback.round(run, row))
 
     def end(self, run: RunInfo, summary: Row) -> None:
+        """Tell all callbacks that `run` ended; `summary` is its summary.json."""
         self._call(lambda callback: callback.end(run, summary))
 
     def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Pass on an event of the kind `name`, with the sentence `text` and the values `fields`."""
         self._call(lambda callback: callback.record(name, text, **fields))
 
     def _call(self, event: Callable[[Callback], None]) -> None:
