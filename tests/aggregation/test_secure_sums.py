@@ -71,6 +71,7 @@ from halfmoon.federation.site import secure_sum
 from halfmoon.federation.site.runtime import EMPTY_RESULT
 from halfmoon.federation.site.secure_sum import SECRET_FILE, SUMS_FOLDER, SumParticipant, erase_secrets
 from halfmoon.federation.site.site_keys import KNOWN_KEYS_FILE, KeyFiles, KnownKeys
+from halfmoon.storage.events import EventList
 
 FEDERATION = "f" * 64
 RUN = "0" * 32
@@ -259,7 +260,7 @@ class Village:
     drops: Mapping[str, set[int]] = field(default_factory=dict)
     seen: list[bytes] = field(default_factory=list)
     sent: list[Request] = field(default_factory=list)  # to site 0
-    printed: list[str] = field(default_factory=list)
+    printed: EventList = field(default_factory=EventList)
     round: int = 0
     least: int = 3
     listed: Path | None = None
@@ -280,7 +281,7 @@ class Village:
         """Return a site's part as a new process finds it."""
         state_folder = self.folder / f"home-{k}"
         state_folder.mkdir(parents=True, exist_ok=True)
-        known = KnownKeys(self.names, state_folder, self.listed, self.printed.append)
+        known = KnownKeys(self.names, state_folder, self.listed, self.printed)
         return SumParticipant(KeyFiles().load(state_folder), state_folder / RUN, k, known, False, self.least)
 
     def key(self, k: int) -> bytes:
@@ -787,7 +788,9 @@ def test_server_cannot_insert_its_keys(known: str, tmp_path: Path) -> None:
         with pytest.raises(RefusalError, match="other keys of this site"):
             forging(village, lasting=True).start()
         assert [
-            message for message in village.printed if message.startswith("from now on the key of site-1 is SHA256:")
+            message
+            for message in village.printed.texts
+            if message.startswith("from now on the key of site-1 is SHA256:")
         ]
         return
     message = "than the file of keys has" if known == "handed out" else "than before"

@@ -73,6 +73,9 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         "tracker_group": (f"{RUN} --tracker wandb", f"{RUN} --tracker wandb --tracker-group mine"),
         "plan": ("run --data classes --labels-per-class 2", "run --data classes --labels-per-class 2 --plan"),
         "minutes": ("run --data classes --labels-per-class 2", "run --data classes --labels-per-class 2 --minutes 3"),
+        "scratch_trial": (
+            "run --data classes --labels-per-class 2 --plan", "run --data classes --labels-per-class 2 --plan --scratch-trial",
+        ),
         "sites": ("run", "run --sites site test"),
         "json": ("run --explain", "run --explain --json"),
         "wide": ("resume three", "resume three --wide"),

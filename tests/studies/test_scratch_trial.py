@@ -14,7 +14,7 @@ from halfmoon.cli.main import main
 from halfmoon.config.schema import Config
 from halfmoon.data.partition.split import Split
 from halfmoon.runs.assembly import SPLIT
-from halfmoon.studies import folds, run_trial, scratch_trial
+from halfmoon.studies import folds, run_plan, run_trial, scratch_trial
 from halfmoon.studies import plan as planning
 from halfmoon.studies.cost import RoundCost
 from halfmoon.studies.run_trial import Predictions
@@ -126,7 +126,7 @@ def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "TRIAL_METHODS", TRIED)
     for name in ("MIN_ROUNDS", "MAX_ROUNDS"):
         monkeypatch.setattr(scratch_trial, name, 2)
-    for module in (scratch_trial, folds, planning):
+    for module in (scratch_trial, folds, planning, run_plan):
         monkeypatch.setattr(module, "FOLDS", 2)
     monkeypatch.setattr(run_trial, "FOLDS", 2, raising=False)
     monkeypatch.setattr(folds, "REPEATS", 1)
