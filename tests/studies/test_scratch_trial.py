@@ -17,7 +17,7 @@ from halfmoon.runs.assembly import SPLIT
 from halfmoon.studies import folds, run_plan, run_trial, scratch_trial
 from halfmoon.studies import plan as planning
 from halfmoon.studies.cost import RoundCost
-from halfmoon.studies.run_trial import Predictions
+from halfmoon.studies.run_trial import CorrectPredictions
 from halfmoon.studies.scan_folder import FolderContents
 from halfmoon.studies.scratch_trial import choose_trial
 
@@ -79,7 +79,7 @@ def test_a_trial_is_left_out_with_a_reason() -> None:
 
 def test_predictions_are_paired_by_image() -> None:
     """Four images of class 0 and two of class 1, tested once or twice; by hand."""
-    predictions = Predictions(np.array([0, 0, 0, 0, 1, 1, -1]))
+    predictions = CorrectPredictions(np.array([0, 0, 0, 0, 1, 1, -1]))
     predictions.add(np.array([0, 1, 4]), {"a": np.array([True, True, True]), "b": np.array([True, False, False])})
     predictions.add(np.array([2, 3, 4, 5]), {"a": np.array([True, False, False, True]), "b": np.zeros(4, bool)})
     assert predictions.tested.tolist() == [0, 1, 2, 3, 4, 5]

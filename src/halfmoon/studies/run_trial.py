@@ -111,8 +111,8 @@ class _Split(NamedTuple):
     fold: Fold
 
 
-class Predictions:
-    """Which test images of each split the methods of a trial classify correctly.
+class CorrectPredictions:
+    """Record which test images of each split the methods of a trial classify correctly.
 
     Args:
         labels: the label of each row, int64 (N,).
@@ -196,7 +196,7 @@ def run_trial(plan: Plan, problem: Problem, head: str, root: Path, watch: Callba
     splits = _site_splits(trial, source, problem, root) if trial.site else _label_draws(trial, source, root)
     solve = _make_head_solver(plan.config, problem, head, trial.site)
     labels = problem.train.labels if problem.test is None or trial.site else _join(problem).labels
-    predictions = Predictions(labels.numpy())
+    predictions = CorrectPredictions(labels.numpy())
     seconds = 0.0
     count = 0
     best = trial.config.method
@@ -238,7 +238,7 @@ def run_trial(plan: Plan, problem: Problem, head: str, root: Path, watch: Callba
     )
 
 
-def _decide(predictions: Predictions, best: str, head: str, site: bool, ratio: float) -> Decision:
+def _decide(predictions: CorrectPredictions, best: str, head: str, site: bool, ratio: float) -> Decision:
     """Decide between the best method from scratch and a head.
 
     Args:
