@@ -10,6 +10,7 @@ equal_trials_search.csv.gz and each final run to equal_trials.csv.gz, and resume
 """
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def run_trials(data: str, trials: int, seeds: list[int], runs: Path, folder: Pat
     """Search for each method, then train its best values with every seed."""
     from halfmoon.config import schema
     from halfmoon.runs import runner
+    from halfmoon.storage.events import EventPrinter
     from halfmoon.studies.tuning import BEST, Knob, tune
 
     own = set(schema.Config.__dataclass_fields__)
@@ -62,7 +64,9 @@ def run_trials(data: str, trials: int, seeds: list[int], runs: Path, folder: Pat
         words = [RATE, *(knob if knob.partition("=")[0] in own else f"{method}.{knob}" for knob in knobs)]
         place = runs / data / method
         searched = {row["trial"] for row in records.read_rows(SEARCH) if (row["data"], row["method"]) == (data, method)}
-        for trial in sorted(tune(base, [Knob.parse(word) for word in words], trials, [100], place, print), key=number):
+        display = EventPrinter(sys.stdout)
+        parsed = [Knob.parse(word) for word in words]
+        for trial in sorted(tune(base, parsed, trials, [100], place, display), key=number):
             if str(trial.number) not in searched:
                 found = " ".join(f"{name}={value}" for name, value in trial.values.items())
                 row = {"data": data, "method": method, "trial": trial.number, "validation": trial.accuracy}
