@@ -295,6 +295,10 @@ def _run(args: argparse.Namespace) -> int:
         flags_and_recipe = _main_job(flags)
     else:
         flags_and_recipe = flags
+    requested = {**file_options, **flags_and_recipe}
+    if not args.explain:
+        methods = [requested.get("method", Config.method), *requested.get("baselines", ())]
+        _announce(requested.get("data", Config.data), methods)
     config = settings.resolve(file_options, _with_processes(file_options, flags_and_recipe), file)
     if args.explain:
         layers = {
@@ -305,10 +309,8 @@ def _run(args: argparse.Namespace) -> int:
         }
         return _print_explanation(args, config, layers)
     folder = config.run_dir or settings.next_free_folder(config, config.method)
-    _announce(config, [config.method, *config.baselines], folder)
     used_methods = [config.method, *config.baselines, *([config.reference] if config.reference else [])]
     base.check_option_flags(flags, used_methods)
-    requested = {**file_options, **flags_and_recipe}
     # The method "recommended" was resolved to the one for the location of the labels: print which.
     if requested.get("method") == preset.RECOMMENDED:
         limits = RECOMMENDATION_LIMITS.get(config.method, "")
@@ -385,15 +387,14 @@ def _train_plan(args: argparse.Namespace, plan: Plan, folder: Path, resume: bool
     )
 
 
-def _announce(config: Config, methods: Sequence[str], folder: Path, seeds: int = 1) -> None:
+def _announce(data: str, methods: Sequence[str], seeds: int = 1) -> None:
     """Print what will be trained, before PyTorch is loaded, which takes a second or more.
 
     Only a terminal shows it: someone waits there. A log gets the plan and the progress of the run as before.
 
     Args:
-        config: the configuration of the run; its own method is not read.
+        data: the data set, as the user named it.
         methods: names of all methods that will be trained.
-        folder: the run folder.
         seeds: number of seeds of each method.
     """
     if not sys.stderr.isatty():
@@ -401,9 +402,8 @@ def _announce(config: Config, methods: Sequence[str], folder: Path, seeds: int =
     what = methods[0] if len(methods) == 1 else f"{len(methods)} methods"
     if seeds > 1:
         what = f"{what} with {seeds} seeds"
-    amount = f"{config.clients} clients, {config.rounds} {'round' if config.rounds == 1 else 'rounds'}"
     # To stderr, because stdout has only the results.
-    base.line_writer(as_json=True)(f"halfmoon: training {what} on {config.data}: {amount}; run folder {folder}")
+    base.line_writer(as_json=True)(f"halfmoon: training {what} on {data}")
 
 
 def _print_notes(config: Config, requested: Mapping[str, Any]) -> None:
@@ -482,12 +482,13 @@ def _compare(args: argparse.Namespace) -> int:
             raise UserError(f"option {name!r} does not name its method: in a comparison write {method}.{name}.")
     # A configuration has one method: the first one stands for all, and `runner.compare` sets each.
     flags |= {"method": args.methods[0], "baselines": ()}
+    if not args.explain:
+        _announce({**file_options, **flags}.get("data", Config.data), args.methods, len(seeds))
     config = settings.resolve(file_options, _with_processes(file_options, flags), file)
     if args.explain:
         layers = {"flag": flags, f"file {file}": file_options, "halfmoon compare": _with_processes(file_options, {})}
         return _print_explanation(args, config, layers)
     folder = config.run_dir or settings.next_free_folder(config, "compare")
-    _announce(config, args.methods, folder, len(seeds))
     base.check_option_flags(flags, [*args.methods, *([config.reference] if config.reference else [])])
     from halfmoon.runs import runner
 
