@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from halfmoon.data import load
+from halfmoon.data import load, near_copies
 from halfmoon.data.conversion import make_memory_data
 from halfmoon.data.groups import hash_pixels
 from halfmoon.data.memory import load_memory, register
@@ -93,3 +93,19 @@ def test_no_near_copy_of_a_test_image_is_trained_on(tmp_path: Path) -> None:
     copies = [compress(picture, 70) for picture in pictures[:4]]
     data = make_memory_data(([*pictures, *copies], [*(row % 2 for row in range(40)), 0, 1, 0, 1]))
     assert "near copies" in load_memory(register(data)).notes[0]
+
+
+def test_frames_of_a_video_are_counted_without_comparing_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 noisy frames of one picture are 44,850 pairs; each frame is compared with its nearest ones only."""
+    rng = np.random.default_rng(0)
+    picture = rng.integers(30, 220, (32, 32, 1))
+    frames = (picture + rng.integers(-1, 2, (300, 32, 32, 1))).astype(np.uint8)
+    hashes = [bytes([row // 256, row % 256]) for row in range(300)]
+    pairs = find_near_copies([frames], hashes)
+    assert 300 / 2 <= len(pairs) <= 300 * near_copies.NEAREST_CANDIDATES
+    assert len(np.unique(pairs)) == 300
+    assert (pairs[:, 0] < pairs[:, 1]).all()
+    monkeypatch.setattr(near_copies, "MAX_PAIRS_PER_IMAGE", 1000)
+    every_pair = find_near_copies([frames], hashes)
+    assert len(every_pair) > 40_000
+    assert set(map(tuple, pairs.tolist())) <= set(map(tuple, every_pair.tolist()))

@@ -7,9 +7,13 @@ most `MAX_DISTANCE`, and their colors and contrasts by little. This finds no pai
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
+
+if TYPE_CHECKING:
+    from scipy.spatial import KDTree
 
 THUMBNAIL_SIDE = 16
 
@@ -30,6 +34,12 @@ MAX_CONTRAST_RATIO = 1.1
 
 LOW_FREQUENCIES = 4
 """Side of the square of lowest frequencies by which candidates are searched."""
+
+MAX_PAIRS_PER_IMAGE = 20
+"""Candidate pairs an image above which only the nearest candidates of each image are compared."""
+
+NEAREST_CANDIDATES = 5
+"""The number of these nearest candidates."""
 
 MAX_SHARE = 0.2
 """Share of near copies among all images above which they are rather frames of one video, and are not grouped."""
@@ -64,7 +74,14 @@ def find_near_copies(parts: Sequence[np.ndarray], hashes: Sequence[bytes]) -> np
     # The transform preserves distances, so those of the lowest frequencies are lower bounds of the whole distance.
     spectra = np.asarray(dctn(units, axes=(1, 2), norm="ortho"))
     low = spectra[:, :LOW_FREQUENCIES, :LOW_FREQUENCIES].reshape(len(rows), -1)
-    pairs = KDTree(low).query_pairs(MAX_DISTANCE, output_type="ndarray")
+    search = KDTree(low)
+    # Each pair counts twice, and each image is its own neighbor.
+    pair_count = (int(search.count_neighbors(search, MAX_DISTANCE)) - len(rows)) // 2
+    if pair_count <= MAX_PAIRS_PER_IMAGE * len(rows):
+        pairs = search.query_pairs(MAX_DISTANCE, output_type="ndarray")
+    else:
+        # Frames of a video: all pairs of thousands of images would not fit into memory.
+        pairs = _nearest_pairs(search, low)
     first, second = rows[pairs[:, 0]], rows[pairs[:, 1]]
     distances = np.array([np.linalg.norm(units[a] - units[b]) for a, b in pairs])
     ratios = np.maximum(contrasts[first], contrasts[second]) / np.minimum(contrasts[first], contrasts[second])
@@ -125,6 +142,24 @@ def describe_near_copies(pairs: np.ndarray, train_count: int, test_count: int = 
             "remove them from one of the two"
         )
     return notes
+
+
+def _nearest_pairs(search: "KDTree", points: np.ndarray) -> np.ndarray:
+    """Find the pairs of each point and its `NEAREST_CANDIDATES` nearest others within `MAX_DISTANCE`.
+
+    Args:
+        search: the search tree of the points.
+        points: float (N, D).
+
+    Returns:
+        The numbers of the points of each pair, int64 (P, 2), each pair once.
+    """
+    count = min(NEAREST_CANDIDATES + 1, len(points))  # the nearest one is usually the point
+    _, neighbors = search.query(points, k=count, distance_upper_bound=MAX_DISTANCE)
+    pairs = np.stack([np.repeat(np.arange(len(points)), count), neighbors.reshape(-1)], axis=1)
+    # A missing neighbor has the number N.
+    is_pair = (pairs[:, 1] < len(points)) & (pairs[:, 0] != pairs[:, 1])
+    return np.unique(np.sort(pairs[is_pair], axis=1), axis=0)
 
 
 def _shrink(images: np.ndarray) -> np.ndarray:
