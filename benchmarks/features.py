@@ -117,6 +117,12 @@ def build_command(side: str, data: Path, method: str, folder: Path) -> list[str]
     return [sys.executable, "-m", "halfmoon", "run", *arguments]
 
 
+def run_command(command: list[str], cache: str) -> None:
+    """Run a command of `build_command` in a new process, with its cache in a folder."""
+    environment = {**os.environ, "XDG_CACHE_HOME": cache}
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+
+
 def loop(data: Path, turns: int) -> None:
     """Print halfmoon's processor seconds over the plain loop's."""
     for method in METHODS:
@@ -124,11 +130,8 @@ def loop(data: Path, turns: int) -> None:
         for turn in range(turns):
             for side in ("plain", "halfmoon") if turn % 2 == 0 else ("halfmoon", "plain"):
                 with tempfile.TemporaryDirectory() as folder:
-                    env = {**os.environ, "XDG_CACHE_HOME": folder}
                     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-                    subprocess.run(
-                        build_command(side, data, method, Path(folder)), check=True, env=env, stdout=subprocess.DEVNULL
-                    )
+                    run_command(build_command(side, data, method, Path(folder)), folder)
                     after = resource.getrusage(resource.RUSAGE_CHILDREN)
                 seconds[side].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         ratio = median(b / a for a, b in zip(seconds["plain"], seconds["halfmoon"], strict=True))

@@ -1,10 +1,13 @@
 """What a round of a federation costs beyond its slowest site's computing and its link, and the bytes on the wire.
 
     python benchmarks/federation_link.py [--only loopback slow] [--turns 2] [--out results/federation_link]
+    python benchmarks/federation_link.py --records results/federation_link.json --out OUT
 
 FedAvg with three sites (`federation_cost.py`'s) over real processes. On loopback in two ways, in turns: with the
 SuperLink's queue on the disk, and in memory, the default. Then over a link of 20 ms each way and 1 Mbit/s in each
 direction for all sites together, which a proxy in this process imposes and whose bytes it counts.
+
+With `--records` nothing is measured: the page is written from an earlier measurement.
 
 The requests to the SuperLink are counted in the processes that send them. Its processor time and its memory are those
 of `/proc`, so this needs Linux.
@@ -12,6 +15,7 @@ of `/proc`, so this needs Linux.
 
 import argparse
 import asyncio
+import json
 import os
 import shlex
 import statistics
@@ -288,13 +292,8 @@ def page(found: dict[str, dict[str, Found]], facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What a round costs beyond its slowest site and its link.")
-    parser.add_argument("--only", nargs="+", choices=("loopback", "slow"), default=["loopback", "slow"])
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("results/federation_link"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the federations; return the record: what was measured, on which machine, by which command."""
     before = os.getloadavg()[0]
     found: dict[str, dict[str, Found]] = {}
     with open_processes() as here:
@@ -310,11 +309,23 @@ def main() -> None:
                     else:
                         known[name] = result
     command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
-    facts = {**machine(), "command": command, "load": [before, os.getloadavg()[0]]}
-    words = page(found, facts)
     rows = {way: {name: asdict(each) for name, each in scenes.items()} for way, scenes in found.items()}
-    save(options.out, words, {**facts, "found": rows})
-    sys.stdout.write(words)
+    return {**machine(), "command": command, "load": [before, os.getloadavg()[0]], "found": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a round costs beyond its slowest site and its link.")
+    parser.add_argument("--only", nargs="+", choices=("loopback", "slow"), default=["loopback", "slow"])
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("results/federation_link"))
+    parser.add_argument("--records", type=Path, metavar="FILE", help="write the page of this .json, measure nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    record = json.loads(options.records.read_text()) if options.records else measure(options)
+    found = {way: {name: Found(**each) for name, each in rows.items()} for way, rows in record["found"].items()}
+    text = page(found, record)
+    save(options.out, text, record)
+    sys.stdout.write(text)
 
 
 if __name__ == "__main__":
