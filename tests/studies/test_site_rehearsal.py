@@ -188,6 +188,122 @@ def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tm
             site_rehearsal.rehearse(Config(), folders, tmp_path / "r")
 
 
+def remove_labels_of_class(folder: Path, label: str) -> None:
+    file = folder / "labels.csv"
+    file.write_text("\n".join(line for line in file.read_text().splitlines() if not line.endswith(f",{label}")))
+
+
+def empty_files(folder: Path, count: int) -> None:
+    for number in range(count):
+        (folder / f"{number:03d}.png").write_bytes(b"")
+
+
+def enlarge_images(folder: Path) -> None:
+    for path in folder.glob("*.png"):
+        with Image.open(path) as image:
+            image.resize((9, 12)).save(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "expected"),
+    [
+        ("all labeled", {}, "bb has no unlabeled image to train on, but fedavg-fixmatch needs some at every site"),
+        ("one class", {}, "all labels of the sites are '0'"),
+        ("unreadable", {}, "3 of 20 images cannot be read; replace or remove them, or .* with --skip-unreadable"),
+        ("none readable", {"skip_unreadable": True}, "20 of 20 images cannot be read; replace them"),
+        ("sizes", {}, r"such as 8x8 \(a/000.png\) and 9x12 \(bb/000.png\); give one by --resize N"),
+        ("same name", {}, "have one name, by which the results of sites are listed"),
+        ("", {"method": "supervised"}, "method supervised needs all labels"),
+        (
+            "no labels",
+            {"method": "feddure"},
+            "bb has no labeled image, but feddure needs some at every",
+        ),
+        ("", {"patience": 2}, "set --validation-share, or leave --patience out"),
+        ("other files", {}, "is not empty and holds no rehearsal of sites; choose another --run-dir"),
+    ],
+)
+def test_everything_is_checked_before_the_first_site_trains(
+    tmp_path: Path, change: str, options: dict[str, object], expected: str
+) -> None:
+    """A site without unlabeled images was refused only after the other sites had trained."""
+    folders = [site(tmp_path / "a", 12, 20), site(tmp_path / "bb", 20 if change == "all labeled" else 12, 20)]
+    if change == "one class":
+        for folder in folders:
+            remove_labels_of_class(folder, "1")
+    elif change == "unreadable":
+        empty_files(folders[1], 3)
+    elif change == "none readable":
+        empty_files(folders[1], 20)
+    elif change == "sizes":
+        enlarge_images(folders[1])
+    elif change == "same name":
+        (tmp_path / "x").mkdir()
+        folders[1] = folders[1].rename(tmp_path / "x" / "a")
+    elif change == "no labels":
+        (folders[1] / "labels.csv").write_text("path,label\n")
+    root = tmp_path / "r"
+    if change == "other files":
+        (root / "mine").mkdir(parents=True)
+    config = Config(**{"method": "fedavg-fixmatch", "rounds": 1, "steps": 1, "network": "small", **options})
+    with pytest.raises(UserError, match=expected):
+        site_rehearsal.rehearse(config, folders, root, seen := Told())
+    assert seen.titles == []
+    assert not root.exists() or change == "other files"
+
+
+def test_a_rehearsal_is_not_continued_with_other_images(tmp_path: Path) -> None:
+    """The test images were replaced, and the results of the earlier ones printed for them."""
+    folders = [site(tmp_path / "a", 12, 20), site(tmp_path / "bb", 12, 20)]
+    data = tmp_path / "r" / "data"
+    site_rehearsal._write_data_set(Config(), folders, data, NullCallback())
+    content = {path.name: path.read_bytes() for path in data.iterdir()}
+    (folders[0] / "003.png").write_bytes((folders[0] / "019.png").read_bytes())
+    with pytest.raises(UserError, match=r"holds a rehearsal of other images or labels: .* choose another --run-dir"):
+        site_rehearsal._write_data_set(Config(), folders, data, NullCallback())
+    assert {path.name: path.read_bytes() for path in data.iterdir()} == content
+
+
+def test_near_copies_at_two_sites_are_not_on_both_sides(tmp_path: Path) -> None:
+    """The second site has the first one's images as JPEG files: 32 x 32 pixels, which differ by a few gray levels."""
+    rng = np.random.default_rng(0)
+    folders = [tmp_path / "a", tmp_path / "bb"]
+    for folder in folders:
+        folder.mkdir()
+        rows = [f"{k}.{'png' if folder == folders[0] else 'jpg'},{k % 2}" for k in range(12)]
+        (folder / "labels.csv").write_text("\n".join(["path,label", *rows]))
+    for k in range(120):
+        pixels = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        image = Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC)
+        image.save(folders[k // 60] / f"{k % 60}.{'png' if k < 60 else 'jpg'}")
+        if k < 6:
+            image.save(folders[1] / f"copy{k}.jpg", quality=80)
+    messages: list[str] = []
+    site_rehearsal._write_data_set(Config(), folders, tmp_path / "data", TextLog(messages))
+    assert "6 pictures are at more than one site as near copies, such as at another compression." in messages
+    left_out = [message for message in messages if "left out" in message]
+    assert left_out == [
+        f"bb: {len(left_out_copies(folders[0]))} images are left out: copies of images to test on (equal "
+        "pixels or near copies)."
+    ]
+
+
+def left_out_copies(folder: Path) -> list[int]:
+    """List the copied images of a site that it tests on."""
+    subsets = site_rehearsal._assign_subsets(site_rehearsal.read_site(folder), 0.0)
+    paths = site_rehearsal.read_site(folder).paths
+    return [k for k in range(6) if subsets[paths.index(f"{k}.png")] == "test"]
+
+
+def test_a_site_of_other_classes_is_reported(tmp_path: Path) -> None:
+    folders = [site(tmp_path / "a", 12, 20), site(tmp_path / "bb", 12, 20)]
+    remove_labels_of_class(folders[0], "1")
+    remove_labels_of_class(folders[1], "0")
+    messages: list[str] = []
+    site_rehearsal._write_data_set(Config(), folders, tmp_path / "data", TextLog(messages))
+    assert "a: no other site has an image of its classes (0)." in messages
+
+
 def test_a_federations_file_names_its_folders_and_their_form(tmp_path: Path) -> None:
     """The folder around them is enough; a name that is no site is reported, and the images get the agreed size."""
     table = {"sites": ["north", "south"], "image": [1, 8, 8]}

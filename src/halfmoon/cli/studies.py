@@ -264,6 +264,7 @@ REHEARSAL_SETS = (
     "data_dir",
     "data_share",
     "unknown_classes",
+    "validation_part",
     "baselines",
     "split",
     *settings.PARTITION_OPTIONS,

@@ -18,13 +18,14 @@ from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import Job
 
 
-def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
+def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback, sites: Sequence[str] = ()) -> None:
     """Check that jobs can run on their data, and warn about slow or unusual settings.
 
     Args:
         jobs: the jobs; all but their methods and seeds are equal.
         shared: their data, split and batch rule.
         watch: receives the warnings.
+        sites: the name of each client, if clients are site folders of the user; () for simulated ones.
 
     Raises:
         UserError: the cohort is too large, a method needs labels or unlabeled images where a client has none, an
@@ -68,8 +69,8 @@ def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
         workers.count_workers(job.config)
         if entry.pooled and job.config.attack != "none":
             raise UserError(f"attack needs clients, but method {entry.name} has all rows in one place; leave it out.")
-    _check_labels(entries, shared)
-    _check_unlabeled(entries, shared)
+    _check_labels(entries, shared, sites)
+    _check_unlabeled(entries, shared, sites)
     _warn_of_small_clients(entries, shared, config.labeled_batch, watch)
     _report_federation_options(jobs, watch)
 
@@ -91,7 +92,7 @@ def _count_labels(shared: Problem) -> np.ndarray:
     return np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)
 
 
-def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem) -> None:
+def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem, sites: Sequence[str]) -> None:
     """Raise UserError unless the labeled images are where each method needs them.
 
     The split has its labels at one of these locations: at the "server" (clients then have unlabeled images only), at
@@ -100,6 +101,7 @@ def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem) -> N
     Args:
         entries: the methods. Those with `all_labels` are upper bounds, which train as if every image were labeled.
         shared: the data and the split.
+        sites: the names of the clients, or ().
     """
     split = shared.split
     unknown_labels = int((shared.source.train.labels == UNKNOWN).sum())
@@ -117,6 +119,13 @@ def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem) -> N
         # This case has a message that names a client; `check_label_location` refuses all other unsupported locations.
         if location == "some" and entry.label_locations == ("clients",):
             first = clients_without_labels[0]
+            if sites:
+                raise UserError(
+                    f"{_list_sites(clients_without_labels, sites)} no labeled image, but {entry.name} needs some at every "
+                    f"site; label images there, leave it out of {{sites}}, or choose one of: "
+                    f"{', '.join(registry.names_at(location))}.",
+                    option="sites",
+                )
             raise UserError(
                 f"client {first} ({len(clients_without_labels)} of {split.clients} in all) has no labeled image, but "
                 f"{entry.name} needs some at every client; ask for more labels or a larger min_size, or choose one of: "
@@ -125,7 +134,13 @@ def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem) -> N
         check_label_location(entry.name, location)
 
 
-def _check_unlabeled(entries: Sequence[registry.MethodEntry], shared: Problem) -> None:
+def _list_sites(clients: Sequence[int] | np.ndarray, sites: Sequence[str]) -> str:
+    """List the names of these clients, with the verb "has" or "have": "north has", "north and south have"."""
+    names = [sites[client] for client in clients]
+    return f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
+
+
+def _check_unlabeled(entries: Sequence[registry.MethodEntry], shared: Problem, sites: Sequence[str]) -> None:
     """Raise UserError if a method trains on unlabeled images of every client, and a client has none.
 
     Upper bounds and centralized methods are not checked: they do not train on one client's unlabeled images.
@@ -135,12 +150,18 @@ def _check_unlabeled(entries: Sequence[registry.MethodEntry], shared: Problem) -
         training_update = next(iter(entry.method.client_updates(shared.task).values()))
         # `views` are augmentations of unlabeled images, so a method that needs some trains on these images.
         if training_update.requirements.views:
-            check_unlabeled_rows(entry.name, shared.split)
+            check_unlabeled_rows(entry.name, shared.split, sites)
 
 
-def check_unlabeled_rows(method: str, split: Split) -> None:
+def check_unlabeled_rows(method: str, split: Split, sites: Sequence[str] = ()) -> None:
     """Raise UserError if a client of a split has no unlabeled image, for a method that needs some at every client."""
     empty = [client for client in range(split.clients) if not len(split.rows(client, labeled=False))]
+    if empty and sites:
+        raise UserError(
+            f"{_list_sites(empty, sites)} no unlabeled image to train on, but {method} needs some at every site; add images "
+            "without a label there, or leave it out of {sites}.",
+            option="sites",
+        )
     if empty:
         raise UserError(
             f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no unlabeled image, but {method} "

@@ -53,7 +53,7 @@ from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parse_config, pars
 from halfmoon.runs.parallel import run_in_processes
 from halfmoon.storage import atomic_io, image_digests, integrity
 from halfmoon.storage.folder_writer import CONFIG
-from halfmoon.storage.run_folder import BASELINES, PENDING, SKIPPED, SUMMARY, RunFolder
+from halfmoon.storage.run_folder import BASELINES, PENDING, RUN, SKIPPED, SUMMARY, RunFolder
 from halfmoon.storage.state_store import TreeStore
 
 TIMED_STEPS = 5
@@ -729,6 +729,20 @@ def _refuse_existing(root: Path, run_identity: str, plan: bytes = b"") -> None:
     RunFolder.check_unused(root, run_identity)
 
 
+def check_same_run(path: Path, config: Config) -> None:
+    """Raise `UserError` if a folder has a run of another configuration."""
+    if not RunFolder.exists(path):
+        return
+    stored_identity = str((atomic_io.read_json(path / RUN) or {}).get("identity"))
+    run_identity = identity(config, config.method)  # a hash of the options that change results
+    if stored_identity != run_identity:
+        raise UserError(
+            f"{path} holds a run of another configuration ({stored_identity[:8]}, not {run_identity[:8]})",
+            option="run_dir",
+            hint="choose another {run_dir}.",
+        )
+
+
 @contextmanager
 def _open_folder(path: Path, config: Config) -> Iterator[RunFolder]:
     """Open the folder of a run, or create it, and close it at the end of the block.
@@ -742,13 +756,8 @@ def _open_folder(path: Path, config: Config) -> Iterator[RunFolder]:
     """
     run_identity = identity(config, config.method)  # a hash of the options that change results
     if RunFolder.exists(path):
+        check_same_run(path, config)
         folder = RunFolder.open(path)
-        if folder.identity != run_identity:
-            raise UserError(
-                f"{path} holds a run of another configuration ({folder.identity[:8]}, not {run_identity[:8]})",
-                option="run_dir",
-                hint="choose another {run_dir}.",
-            )
     else:
         folder = RunFolder.create(path, to_toml(config), run_identity, registry.entry(config.method).title)
     with folder:

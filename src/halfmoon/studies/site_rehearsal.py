@@ -7,6 +7,7 @@ labels in one place, a federation with labels only, with unlabeled images as wel
 """
 
 import hashlib
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,23 +17,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from halfmoon.config.schema import Config
+from halfmoon.config.schema import Config, check_effects, check_methods
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.data.class_names import find_near_equal, sort_class_names
-from halfmoon.data.groups import drop_shared_groups, merge_equal_images
-from halfmoon.data.images import UNKNOWN
+from halfmoon.data.groups import drop_shared_groups, hash_pixels, merge_equal_images
+from halfmoon.data.images import UNKNOWN, SkippedImage
+from halfmoon.data.near_copies import MIN_SIDE, describe_near_copies, find_near_copies, join_near_copies
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.partition.split import Split
-from halfmoon.data.readers.decode import decode_prepared, refuse_unused_options
+from halfmoon.data.preparation import Preparation
+from halfmoon.data.readers.decode import check_skipped, decode_prepared, refuse_unused_options
 from halfmoon.data.readers.parquet import encode_png, write_parquet
 from halfmoon.engine.loop import Row
 from halfmoon.methods.analytic import RidgeHead
-from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
-from halfmoon.runs.factory import image_preparation
-from halfmoon.runs.runner import run_in_folder
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, feature_progress
+from halfmoon.runs.checks import check_jobs
+from halfmoon.runs.factory import Problem, build_problem, image_preparation
+from halfmoon.runs.jobs import Job
+from halfmoon.runs.runner import check_same_run, finished_summary, run_in_folder
 from halfmoon.sites.folders import SiteFolder, read_site
+from halfmoon.storage import atomic_io
 from halfmoon.storage.events import EventRecorder
+from halfmoon.storage.output_paths import check_output_folder
+from halfmoon.storage.run_folder import RunFolder
 from halfmoon.studies.decision import (
     JOINING_VERDICTS,
     UNLABELED_VERDICTS,
@@ -51,6 +59,9 @@ REPEATS = 3
 
 TEST_STRIDE = 3
 """One of so many labeled images of each class and site is a test image."""
+
+COMPARED_IMAGES = Preparation((64, 64), channels=3)
+"""How images of several sites are decoded to find copies among them."""
 
 FEDERATION = "the federation"
 """The name under which the decision about all sites is returned."""
@@ -143,18 +154,54 @@ def rehearse(
     Raises:
         UserError: folders are unreadable, their images need a size (--resize) or channels, or too few are labeled.
     """
-    if not root.exists():
+    existed = root.exists()
+    _check_folders(config, folders, root)
+    if not existed:
         paths = (folder / path for folder in folders for path in read_site(folder).paths)
         refuse_unused_options(paths, image_preparation(config), ", ".join(map(str, folders)))
-    rows = _write_data_set(config, folders, root / "data", watch)
+    try:
+        rows = _write_data_set(config, folders, root / "data", watch)
+        planned_rows = _plan_rows(config, rows, root)
+        shared = _load_and_check(planned_rows, rows, root, watch)
+    except UserError:
+        if not existed:
+            shutil.rmtree(root, ignore_errors=True)
+        raise
+    table: list[RehearsalRow] = []
+    for row in planned_rows:
+        problem = None if shared is None else replace(shared, split=row.split)
+        summary = run_in_folder(row.config, root / row.folder, _RenamedRuns(watch, row.name, root), shared=problem)
+        accuracy = summary["accuracy"]["chosen" if row.config.validation_part else "last"]
+        label_count = int((row.split.labeled & (row.split.client >= 0)).sum())
+        table.append(RehearsalRow(row.name, label_count, accuracy, rows.tests))
+    return table
+
+
+class _PlannedRow(NamedTuple):
+    """A run of the table: its name, its folder in that of the rehearsal, its configuration and its split."""
+
+    name: str
+    folder: str
+    config: Config
+    split: Split
+
+
+def _plan_rows(config: Config, rows: _TrainingRows, root: Path) -> list[_PlannedRow]:
+    """Plan the runs of the table, and save their splits.
+
+    Args:
+        config: the configuration of the rehearsal.
+        rows: the training images of all sites.
+        root: the folder of the runs.
+    """
     base = replace(
         config,
         data=str(root / "data"),
         cache=root / "cache",
         baselines=(),
         image_size=config.image_size,
-        clients=len(folders),
-        cohort=min(config.cohort, len(folders)),
+        clients=len(rows.names),
+        cohort=min(config.cohort, len(rows.names)),
         # The images of `root / "data"` are prepared already.
         resize=None,
         channels=None,
@@ -165,10 +212,10 @@ def rehearse(
         validation_share=0.0,
         validation_part=config.validation_share > 0,
     )
-    table: list[RehearsalRow] = []
+    planned: list[_PlannedRow] = []
 
-    def run_row(name: str, folder_name: str, method: str, split: Split) -> None:
-        split_path = root / "splits" / f"{folder_name}.parquet"
+    def add_row(name: str, folder: str, method: str, split: Split) -> None:
+        split_path = root / "splits" / f"{folder}.parquet"
         split.save(split_path)
         row_config = replace(
             base,
@@ -178,22 +225,87 @@ def rehearse(
             cohort=min(base.cohort, split.clients),
             options=base.options if method == config.method else {},
         )
-        summary = run_in_folder(row_config, root / folder_name, _RenamedRuns(watch, name, root))
-        accuracy = summary["accuracy"]["chosen" if base.validation_part else "last"]
-        label_count = int((split.labeled & (split.client >= 0)).sum())
-        table.append(RehearsalRow(name, label_count, accuracy, rows.tests))
+        planned.append(_PlannedRow(name, folder, row_config, split))
 
     for number, name in enumerate(rows.names):
         if rows.labeled[rows.client == number].any():
-            run_row(f"{name} alone", f"alone-{number}", "partially-supervised", rows.make_split(site=number))
-    run_row("all labels in one place", "together", "partially-supervised", rows.make_split())
-    run_row("federation, labels only", "labels-only", "fedavg", rows.make_split())
+            add_row(f"{name} alone", f"alone-{number}", "partially-supervised", rows.make_split(site=number))
+    add_row("all labels in one place", "together", "partially-supervised", rows.make_split())
+    add_row("federation, labels only", "labels-only", "fedavg", rows.make_split())
     for share in LABEL_SHARES:
         row_name = f"federation, {config.method}, {share:.0%} of the labels"
-        split = rows.make_split(_select_labels(rows, share))
-        run_row(row_name, f"share-{share}", config.method, split)
-    run_row(f"federation, {config.method}, all labels", "all-labels", config.method, rows.make_split())
-    return table
+        add_row(row_name, f"share-{share}", config.method, rows.make_split(_select_labels(rows, share)))
+    add_row(f"federation, {config.method}, all labels", "all-labels", config.method, rows.make_split())
+    return planned
+
+
+def _load_and_check(
+    planned_rows: Sequence[_PlannedRow], rows: _TrainingRows, root: Path, watch: Callback
+) -> Problem | None:
+    """Load the data of all runs, and check that each of them can run, before the first one trains.
+
+    Args:
+        planned_rows: the runs.
+        rows: the training images of all sites.
+        root: the folder of the runs.
+        watch: receives the progress of features, and notes about the data.
+
+    Returns:
+        The data, with the split of the last run; None if all runs are finished.
+
+    Raises:
+        UserError: a run cannot train on its images, or a folder has another run.
+    """
+    unfinished = [row for row in planned_rows if finished_summary(root / row.folder) is None]
+    for row in planned_rows:
+        check_same_run(root / row.folder, row.config)
+        check_methods(row.config)
+        if not RunFolder.exists(root / row.folder):
+            check_effects(row.config, row.config.method)
+    if not unfinished:
+        return None
+    last = planned_rows[-1]
+    methods = tuple(dict.fromkeys(row.config.method for row in planned_rows))
+    shared = build_problem(last.config, last.split, methods=methods, progress=feature_progress(watch))
+    for note in shared.source.notes:
+        watch.record("data_note", note)
+    for row in unfinished:
+        is_federation = row.split.clients == len(rows.names)
+        # A site's own run has one client, whose images the run of all sites has, too.
+        names = rows.names if is_federation else ()
+        check_jobs([Job(".", row.config)], replace(shared, split=row.split), NULL_CALLBACK, sites=names)
+    return shared
+
+
+def _check_folders(config: Config, folders: Sequence[Path], root: Path) -> None:
+    """Raise UserError unless the folders are those of several sites with different names, and runs fit into `root`.
+
+    Args:
+        config: the configuration of the rehearsal.
+        folders: the sites' folders.
+        root: the folder of the runs.
+    """
+    if len(folders) < 2 or len({path.resolve() for path in folders}) < len(folders):
+        raise UserError(
+            "--sites needs the folders of two sites or more, each once; one alone is `halfmoon run --data FOLDER`."
+        )
+    folders_by_name: dict[str, Path] = {}
+    for folder in folders:
+        first = folders_by_name.setdefault(folder.resolve().name, folder)
+        if first != folder:
+            raise UserError(
+                f"{first} and {folder} have one name, by which the results of sites are listed; rename one of them."
+            )
+    check_output_folder(root, "run_dir")
+    if config.patience is not None and not config.validation_share:
+        raise UserError(
+            "patience needs images of the sites to stop by: set {validation_share}, or leave {patience} out.",
+            option=("patience", "validation_share"),
+        )
+    if root.exists() and any(root.iterdir()) and not (root / "data").is_dir():
+        raise UserError(
+            f"{root} is not empty and holds no rehearsal of sites", option="run_dir", hint="choose another {run_dir}."
+        )
 
 
 def estimate_gains(
@@ -269,12 +381,14 @@ def _pool_features(
     labels: list[int] = []
     client: list[int] = []
     groups: list[str] = []
-    hashes: list[bytes] = []
+    images: list[np.ndarray] = []
+    smallest_side = MIN_SIDE
     for number, site in enumerate(sites):
         name = site.folder.resolve().name
         text = f"features of {len(site):,} images of {name}, stored for the next time"
         watch.record("features_started", text, site=name, images=len(site))
         folder = folder_features(site.folder, site.paths, lambda *_: None)
+        smallest_side = min([smallest_side, *(side for size in folder.contents.sizes for side in size)])
         site_groups = site.image_groups(group_pattern) or [""] * len(site)
         for row in folder.rows.tolist():
             label = int(site.labels[row])
@@ -282,12 +396,15 @@ def _pool_features(
             # Patients of two sites may have one number: they are different patients.
             groups.append(f"{number} {site_groups[row]}" if site_groups[row] else "")
             content = (site.folder / site.paths[row]).read_bytes()
-            hashes.append(hashlib.blake2b(content, digest_size=16).digest())
+            images.append(decode_prepared(content, site.paths[row], COMPARED_IMAGES))
         client += [number] * len(folder.rows)
         site_features.append(folder)
     values = torch.cat([folder.values for folder in site_features])
     pooled = replace(site_features[0], values=values, rows=np.arange(len(values)))
     # Copies at several sites are one group, so that no head is tested on an image that it was solved for.
+    hashes = hash_pixels(np.stack(images))
+    if smallest_side >= MIN_SIDE:  # smaller images were enlarged: different ones may look like copies
+        hashes = join_near_copies(find_near_copies([np.stack(images)], hashes), hashes)
     groups = merge_equal_images(groups, hashes) or groups
     return head_problem(pooled, np.array(labels), classes), np.array(client), groups
 
@@ -318,113 +435,229 @@ def _select_labels(rows: _TrainingRows, share: float) -> np.ndarray:
 
 
 def _write_data_set(config: Config, folders: Sequence[Path], folder: Path, display: EventRecorder) -> _TrainingRows:
-    """Decode the sites' images into train.parquet, test.parquet and, if requested, validation.parquet."""
-    if len(folders) < 2 or len({path.resolve() for path in folders}) < len(folders):
-        raise UserError(
-            "--sites needs the folders of two sites or more, each once; one alone is `halfmoon run --data FOLDER`."
-        )
+    """Decode the sites' images into train.parquet, test.parquet and, if requested, validation.parquet.
+
+    Raises:
+        UserError: the images cannot be trained on, or `folder` has other ones; nothing has been written.
+    """
     sites = [read_site(path) for path in folders]
+    names = tuple(site.folder.resolve().name for site in sites)
     classes = _merge_classes(sites)
     decoding = image_preparation(config)
     decoding = replace(decoding, channels=decoding.channels or 3)
-    decoded: list[_EncodedImage] = []
+    images: list[_SiteImage] = []
     for number, site in enumerate(sites):
-        if not (site.labels >= 0).any():
-            check = f"`halfmoon site check {site.folder}`"
-            text = f"{site.folder.name}: no image has a label; {check} lists the folders that look like classes."
-            display.record("labels_missing", text, site=site.folder.name)
-        subsets = _assign_subsets(site, config.validation_share, config.group_pattern)
-        left_out = int((subsets == "").sum())
-        if left_out:
-            text = (
-                f"{site.folder.name}: {left_out:,} images without a label are left out: their patients are test "
-                "patients."
-            )
-            display.record("images_left_out", text, site=site.folder.name, images=left_out)
-        for row, path in enumerate(site.paths):
-            if not subsets[row]:
-                continue
-            label = int(site.labels[row])
-            class_number = classes.index(site.classes[label]) if label >= 0 else None
-            try:
-                png = encode_png(decode_prepared((site.folder / path).read_bytes(), path, decoding))
-            except (UserError, OSError) as error:
-                text = f"{site.folder.name}: left out: {error}"
-                display.record("image_left_out", text, site=site.folder.name, image=str(path))
-                continue
-            decoded.append(_EncodedImage(number, str(subsets[row]), png, class_number))
-    names = tuple(site.folder.resolve().name for site in sites)
-    used = _leave_out_copies(decoded, names, display)
+        images += _decode_site(site, number, classes, config, decoding, display)
+    _check_sizes(images, names)
+    used = _leave_out_copies(images, names, display)
+    _check_labels(used, classes, config.validation_share)
+    _report_foreign_classes(used, classes, names, display)
+    # Of pixels, not of files: another version of the PNG encoder may write other bytes.
+    content = hashlib.sha256(repr((names, classes)).encode())
+    for image in used:
+        content.update(repr((image.site, image.subset, image.label, image.pixel_hash)).encode())
+    stored_content = atomic_io.read(folder / CONTENT_FILE)
+    if stored_content not in (None, content.hexdigest().encode()):
+        raise UserError(
+            f"{folder.parent} holds a rehearsal of other images or labels: the folders are others, or have changed since",
+            option="run_dir",
+            hint="choose another {run_dir}.",
+        )
     encoded: dict[str, list[tuple[bytes, int | None]]] = {"train": [], "test": [], "validation": []}
     for image in used:
-        encoded[image.subset].append((image.png, image.label))
+        encoded[image.subset].append((encode_png(image.pixels), image.label))
+    try:
+        for name, rows in encoded.items():
+            if rows:
+                write_parquet(folder / f"{name}.parquet", rows, classes)
+        atomic_io.write_atomically(folder / CONTENT_FILE, content.hexdigest().encode())
+    except OSError as error:
+        raise UserError(
+            f"{folder}: it cannot be written ({atomic_io.error_reason(error)})",
+            option="run_dir",
+            hint="choose another {run_dir}.",
+        ) from error
     training = [image for image in used if image.subset == "train"]
-    client = [image.site for image in training]
-    labeled = [image.label is not None for image in training]
-    if not encoded["test"] or not any(labeled):
-        raise UserError(
-            f"too few images have labels: each site needs {TEST_STRIDE} or more of a class to be tested on one."
-        )
-    if config.validation_share and not encoded["validation"]:
-        raise UserError(
-            f"validation_share {config.validation_share:g} leaves no validation image; choose a larger one."
-        )
-    for name, rows in encoded.items():
-        if rows:
-            write_parquet(folder / f"{name}.parquet", rows, classes)
-    labels = np.array([UNKNOWN if label is None else label for _, label in encoded["train"]], np.int64)
     return _TrainingRows(
-        client=np.array(client, np.int64),
-        labels=labels,
-        labeled=np.array(labeled, bool),
+        client=np.array([image.site for image in training], np.int64),
+        labels=np.array([UNKNOWN if image.label is None else image.label for image in training], np.int64),
+        labeled=np.array([image.label is not None for image in training], bool),
         names=names,
         tests=len(encoded["test"]),
     )
 
 
-class _EncodedImage(NamedTuple):
-    """An image of a site; equal pixels have equal PNG files."""
+CONTENT_FILE = "content.sha256"
+"""File with a hash of the images, labels and subsets of a rehearsal, next to them."""
+
+
+class _SiteImage(NamedTuple):
+    """A decoded image of a site."""
 
     site: int
+    path: str
     subset: str  # "train", "test" or "validation"
-    png: bytes
+    pixels: np.ndarray  # uint8 (H, W, C)
+    pixel_hash: bytes
     label: int | None  # None for an unlabeled image
 
 
-def _leave_out_copies(
-    images: Sequence[_EncodedImage], names: Sequence[str], display: EventRecorder
-) -> list[_EncodedImage]:
-    """Leave out training and validation images that are copies of test images, and training ones of validation images.
+def _decode_site(
+    site: SiteFolder,
+    number: int,
+    classes: Sequence[str],
+    config: Config,
+    decoding: Preparation,
+    display: EventRecorder,
+) -> list[_SiteImage]:
+    """Decode the images of a site, and assign each to a subset; unreadable ones are left out.
 
     Args:
-        images: the images of all sites.
+        site: the site's folder.
+        number: its number.
+        classes: the classes of all sites.
+        config: the configuration of the rehearsal.
+        decoding: how images are decoded.
+        display: receives an event about images that are left out, and about a site without labels.
+
+    Raises:
+        UserError: more images are unreadable than `decoding` permits.
+    """
+    name = site.folder.resolve().name
+    if not (site.labels >= 0).any():
+        check = f"`halfmoon site check {site.folder}`"
+        text = f"{name}: no image has a label; {check} lists the folders that look like classes."
+        display.record("labels_missing", text, site=name)
+    subsets = _assign_subsets(site, config.validation_share, config.group_pattern)
+    left_out = int((subsets == "").sum())
+    if left_out:
+        text = f"{name}: {left_out:,} images without a label are left out: their patients are test patients."
+        display.record("images_left_out", text, site=name, images=left_out)
+    images: list[_SiteImage] = []
+    unreadable: list[SkippedImage] = []
+    for row, path in enumerate(site.paths):
+        if not subsets[row]:
+            continue
+        label = int(site.labels[row])
+        try:
+            pixels = decode_prepared((site.folder / path).read_bytes(), path, decoding)
+        except (UserError, OSError) as error:
+            unreadable.append(SkippedImage(row, f"{name}/{path}", str(error).removeprefix(f"{path}: ")))
+            continue
+        (pixel_hash,) = hash_pixels(pixels[None])
+        class_number = classes.index(site.classes[label]) if label >= 0 else None
+        images.append(_SiteImage(number, path, str(subsets[row]), pixels, pixel_hash, class_number))
+    check_skipped(unreadable, len(images) + len(unreadable), decoding)
+    for image in unreadable:
+        display.record("image_left_out", f"left out: {image.path}: {image.reason}", site=name, image=image.path)
+    return images
+
+
+def _check_sizes(images: Sequence[_SiteImage], names: Sequence[str]) -> None:
+    """Raise UserError if images differ in size; the message names one of each of two sizes."""
+    first = images[0]
+    for image in images:
+        if image.pixels.shape != first.pixels.shape:
+            (height, width, _), (other_height, other_width, _) = first.pixels.shape, image.pixels.shape
+            raise UserError(
+                f"the images of the sites have several sizes, such as {width}x{height} ({names[first.site]}/{first.path}) "
+                f"and {other_width}x{other_height} ({names[image.site]}/{image.path}); give one by {{resize=N}}.",
+                option="resize",
+            )
+
+
+def _check_labels(images: Sequence[_SiteImage], classes: Sequence[str], validation_share: float) -> None:
+    """Raise UserError if there are too few labeled images to train on, to test on or to validate on.
+
+    Args:
+        images: the images of all sites that are used.
+        classes: the class names.
+        validation_share: the share of the labeled images that is for validation.
+    """
+    trained_classes = {image.label for image in images if image.subset == "train"} - {None}
+    subsets = {image.subset for image in images}
+    if "test" not in subsets or not trained_classes:
+        raise UserError(
+            f"too few images have labels: each site needs {TEST_STRIDE} or more of a class to be tested on one."
+        )
+    if len(trained_classes) == 1:
+        (label,) = trained_classes
+        raise UserError(
+            f"all labels of the sites are {classes[label or 0]!r}, so there is nothing to tell apart; label images of "
+            "another class, too."
+        )
+    if validation_share and "validation" not in subsets:
+        raise UserError(f"validation_share {validation_share:g} leaves no validation image; choose a larger one.")
+
+
+def _report_foreign_classes(
+    images: Sequence[_SiteImage], classes: Sequence[str], names: Sequence[str], display: EventRecorder
+) -> None:
+    """Report each site whose labels have no class in common with those of the other sites."""
+    labels_by_site: dict[int, set[int]] = {}
+    for image in images:
+        if image.label is not None:
+            labels_by_site.setdefault(image.site, set()).add(image.label)
+    for site, labels in labels_by_site.items():
+        others = set[int]().union(*(other for number, other in labels_by_site.items() if number != site))
+        if others and not labels & others:
+            listed = ", ".join(classes[label] for label in sorted(labels))
+            text = f"{names[site]}: no other site has an image of its classes ({listed})."
+            display.record("classes_differ", text, site=names[site])
+
+
+def _leave_out_copies(images: Sequence[_SiteImage], names: Sequence[str], display: EventRecorder) -> list[_SiteImage]:
+    """Leave out training and validation images that are copies of test images, and training ones of validation images.
+
+    Copies have equal pixels, or are near copies: the same picture at another compression, for one.
+
+    Args:
+        images: the images of all sites, of one size.
         names: the names of the sites.
         display: receives an event about copies at several sites, and one for each site with images that are left out.
     """
-    sites_by_image: dict[bytes, set[int]] = {}
-    for image in images:
-        sites_by_image.setdefault(image.png, set()).add(image.site)
-    shared_count = sum(len(sites) > 1 for sites in sites_by_image.values())
+    pixel_hashes = [image.pixel_hash for image in images]
+    shared_count = _count_shared(images, pixel_hashes)
     if shared_count:
         have = "image is" if shared_count == 1 else "images are"
         text = f"{shared_count:,} {have} at more than one site (equal pixels)."
         display.record("copies_found", text, images=shared_count)
-    tests = {image.png for image in images if image.subset == "test"}
-    validation = {image.png for image in images if image.subset == "validation"}
-    used: list[_EncodedImage] = []
+    pairs = find_near_copies([np.stack([image.pixels for image in images])], pixel_hashes)
+    pictures = join_near_copies(pairs, pixel_hashes)  # one hash for each group of copies
+    near_count = _count_shared(images, pictures) - shared_count
+    if near_count > 0:
+        have = "picture is" if near_count == 1 else "pictures are"
+        text = f"{near_count:,} {have} at more than one site as near copies, such as at another compression."
+        display.record("near_copies_found", text, images=near_count)
+    elif pictures == pixel_hashes:
+        # Too many near copies to be copies of single pictures, such as frames of a video.
+        for note in describe_near_copies(pairs, len(images)):
+            display.record("data_note", f"{note}.")
+    tests = {picture for image, picture in zip(images, pictures, strict=True) if image.subset == "test"}
+    validation = {picture for image, picture in zip(images, pictures, strict=True) if image.subset == "validation"}
+    used: list[_SiteImage] = []
     left_out: Counter[int] = Counter()
-    for image in images:
-        is_copy_of_test = image.subset != "test" and image.png in tests
-        is_copy_of_validation = image.subset == "train" and image.png in validation
+    for image, picture in zip(images, pictures, strict=True):
+        is_copy_of_test = image.subset != "test" and picture in tests
+        is_copy_of_validation = image.subset == "train" and picture in validation
         if is_copy_of_test or is_copy_of_validation:
             left_out[image.site] += 1
         else:
             used.append(image)
+    how = "equal pixels" if pictures == pixel_hashes else "equal pixels or near copies"
     for site, count in sorted(left_out.items()):
         copies = "image is" if count == 1 else "images are"
-        text = f"{names[site]}: {count:,} {copies} left out: copies of images to test on (equal pixels)."
+        text = f"{names[site]}: {count:,} {copies} left out: copies of images to test on ({how})."
         display.record("images_left_out", text, site=names[site], images=count)
     return used
+
+
+def _count_shared(images: Sequence[_SiteImage], hashes: Sequence[bytes]) -> int:
+    """Count the different hashes that images of more than one site have."""
+    sites_by_hash: dict[bytes, set[int]] = {}
+    for image, image_hash in zip(images, hashes, strict=True):
+        sites_by_hash.setdefault(image_hash, set()).add(image.site)
+    return sum(len(sites) > 1 for sites in sites_by_hash.values())
 
 
 def _merge_classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
