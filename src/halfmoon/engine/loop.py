@@ -153,7 +153,8 @@ class _Run:
         state: the trees that a checkpoint stores.
         round: the number of finished rounds.
         scores: the validation scores of these rounds.
-        test: the test result of the best model until now; without validation images, of the latest tested model.
+        test: the test result of the best model until now; without validation images of the server, of the latest
+            tested model.
     """
 
     experiment: Experiment
@@ -322,14 +323,15 @@ class _Run:
         """
         experiment = self.experiment
         last_model = self.model()
-        client_test, client_validation = experiment.runtime.final_evaluation(last_model)
+        client_test, client_validation = experiment.runtime.final_evaluation(last_model, self.round)
         if client_validation is not None:
             # The last round has no later one in which clients would evaluate its model: that was done just now.
-            row = {"validation": {**client_validation, "round": self.round}, "round": self.round}
-            self._keep_best(last_model, _validation_scores([row]))
+            self._keep_best(last_model, _validation_scores([{"validation": client_validation, "round": self.round}]))
+            # It is of the latest model: clients report on a model only after the server has tested the next one.
+            self.test = None
         model = self.state.chosen or last_model
         if self.test is None and experiment.test is not None:
-            # The run was stopped after its last evaluation, before its end.
+            # Clients have chosen the round, or the run was stopped after its last evaluation, before its end.
             self.test = _evaluate_images(experiment, model, experiment.test)
         best = None
         if client_validation is not None and self.scores:

@@ -202,8 +202,12 @@ class ServerRuntime(ABC):
         """Have clients evaluate a model on their test and validation images with the next query."""
         return  # in a simulation only the server evaluates
 
-    def final_evaluation(self, model: Tree) -> tuple[Row | None, Row | None]:
-        """Have clients evaluate the last model; return their test and validation results, None if there are none."""
+    def final_evaluation(self, model: Tree, rounds: int) -> tuple[Row | None, Row | None]:
+        """Have clients evaluate the last model, that of so many `rounds`.
+
+        Returns:
+            Their test and validation results, None if there are none.
+        """
         return None, None
 
     def on_checkpoint(self, round: int) -> None:

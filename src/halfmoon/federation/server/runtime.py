@@ -122,12 +122,12 @@ class RemoteRuntime(ServerRuntime):
     def evaluate_next_round(self, model: Tree) -> None:
         self.sites.model_to_evaluate = model
 
-    def final_evaluation(self, model: Tree) -> tuple[Row | None, Row | None]:
+    def final_evaluation(self, model: Tree, rounds: int) -> tuple[Row | None, Row | None]:
         """Evaluate the last model at the sites, and return its test and validation rows; None without validation images."""
         if not any(self.calls.inspection.validation_count(name) for name in self.names):
             return None, None
         tests, validations = self._evaluate(model, self.calls.evaluators())
-        return tests.row(self._round + 1), validations.row(self._round + 1)
+        return tests.row(rounds), validations.row(rounds)
 
     def evaluate_last(self, model: Tree) -> FederatedEvaluation:
         """Evaluate a model on the test images of the sites."""
