@@ -326,7 +326,7 @@ def test_the_newest_change_is_this_version() -> None:
     assert versions[0] == tomllib.loads(read("pyproject.toml"))["project"]["version"]
 
 
-README_CHARACTERS, WRITTEN_BYTES, DOCS_BYTES = 5_000, 230_000, 295_000
+README_CHARACTERS, WRITTEN_BYTES, DOCS_BYTES = 5_000, 230_000, 300_000
 """The most of the README, of what people write in docs/, and of docs/ with tables by programs."""
 CELL, WORDS = 160, 40
 """Characters of a table's cell, and words of a sentence."""
