@@ -46,7 +46,7 @@ SHARED = [
 """Modules that many scripts import."""
 SERVER = multiprocessing.get_context("forkserver")
 
-LONGEST = ("faults", "federation_cost", "federation_link", "features", "peers", "server_attacks", "soak")
+LONGEST = ("faults", "federation_cost", "federation_link", "features", "peers", "resources", "server_attacks", "soak")
 """Scripts that start first, because a long script that starts last would delay the end."""
 
 Small = tuple[str, dict[str, Any]]
@@ -168,7 +168,7 @@ BENCHMARKS: dict[str, Small] = {
     "photographs": ("{data}/photographs --plain", {"LABELS_PER_CLASS": 3}),
     "resources": (
         "start --turns 1 && images 6000 --side 8 --folder {out} && model --width 8 --turns 1 --methods fedavg && "
-        "page --side 256 --kinds palette-png turned-rgba-tiff dicom-jpeg2000",
+        "page --side 256 --kinds turned-rgba-tiff dicom-jpeg2000",
         {"REQUESTS": 4, "START_COMMANDS": {"--help": None}},
     ),
     "scale": (

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfmoon.api.types import Task
 from halfmoon.core import tree
+from halfmoon.core.autodiff import vmap_clients
 from halfmoon.core.optim import (
     SGD,
     SMALL_MODEL_BYTES,
@@ -270,7 +272,7 @@ def test_large_model_steps_equal_steps_of_single_leaves():
 def test_on_a_gpu_adam_updates_all_leaves_of_a_large_model_in_one_call(device, at_once, monkeypatch):
     calls: list[float] = []
 
-    def record_call(self, params, gradient, state, terms, lr):
+    def record_call(self, params, gradient, state, lr):
         calls.append(lr)
         return params, state
 
@@ -281,3 +283,51 @@ def test_on_a_gpu_adam_updates_all_leaves_of_a_large_model_in_one_call(device, a
         params = {name: torch.empty(2, SMALL_MODEL_BYTES // 8, device=device) for name in "ab"}
         optimizer.step(params, tree.map(torch.ones_like, params), optimizer.init(params))
     assert bool(calls) == at_once
+
+
+class CountCalls(TorchDispatchMode):
+    """Count the operators that are called, each of which starts a kernel on a GPU."""
+
+    VIEWS = ("detach", "alias", "view", "movedim", "expand", "_to_copy")
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.calls.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_vmapped_adam_makes_one_call_for_all_leaves_where_each_would_make_one(clients):
+    """Of the seven operators of a step five are called once for all leaves; two have a factor for each client."""
+    leaves = 20
+    params = {str(number): torch.ones(clients, 4, number + 1) for number in range(leaves)}
+    optimizer = Adam()
+    state = vmap(optimizer.init)(params)
+    with CountCalls() as counted:
+        vmap_clients(optimizer.step)(params, params, state)
+    assert sum(name.startswith("_foreach_") for name in counted.calls) == 7
+    assert len(counted.calls) < 20
+
+
+def test_clients_that_took_other_numbers_of_steps_step_together():
+    """Their bias corrections differ."""
+    g = torch.Generator().manual_seed(0)
+    optimizer = Adam(0.1)
+    clients = []
+    for steps in (0, 1, 5):
+        params = {"w": torch.randn(4, 3, generator=g), "b": torch.randn((), generator=g)}
+        state = optimizer.init(params)
+        for _ in range(steps):
+            params, state = optimizer.step(params, tree.map(lambda leaf: leaf.sin(), params), state)
+        clients.append((params, tree.map(lambda leaf: leaf.cos(), params), state))
+    params, gradient, state = (tree.stack(list(each)) for each in zip(*clients, strict=True))
+    lifted = vmap_clients(optimizer.step)(params, gradient, state)
+    for k, client in enumerate(clients):
+        for actual, expected in zip(lifted, optimizer.step(*client), strict=True):
+            for name, leaf in tree.flatten(expected).items():
+                assert torch.equal(tree.flatten(actual)[name][k], leaf), name

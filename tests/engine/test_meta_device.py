@@ -35,10 +35,13 @@ def move(data: ClientData) -> ClientData:
     return ClientData(*leaves)
 
 
-def add_one_by_one(leaves: list[torch.Tensor], summand: torch.Tensor) -> None:
-    """Add a tensor () to each leaf. PyTorch's function has a kernel for CUDA, but reads the summand on `meta`."""
-    for leaf in leaves:
-        leaf.add_(summand)
+def add_one_by_one(leaves: list[torch.Tensor], summands: torch.Tensor | list[torch.Tensor]) -> None:
+    """Add a tensor () to each leaf, or to each leaf its own.
+
+    PyTorch's function has a kernel for CUDA, but reads the one summand on `meta`.
+    """
+    for number, leaf in enumerate(leaves):
+        leaf.add_(summands if isinstance(summands, torch.Tensor) else summands[number])
 
 
 @pytest.mark.parametrize(("name", "executor"), in_turn(("loop", "vmap")))

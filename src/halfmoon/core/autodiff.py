@@ -181,6 +181,27 @@ def apply_across_clients(function: Callable[[Tensor], Tensor], z: Tensor) -> Ten
     return _add_batch_dim(by_client, 1, batch.level)
 
 
+def call_with_all_clients(function: Callable[..., Any], *trees: Tree) -> Any:
+    """Call a function outside of the vmap over clients around this call, with the tensors of all K clients.
+
+    It is for functions of PyTorch that vmap has no rules for, such as those for lists of tensors.
+
+    Args:
+        function: maps trees with leaves (K, ...) to nested dicts and tuples of tensors (K, ...).
+        trees: trees of one client, inside the vmap.
+
+    Returns:
+        The results of one client; None outside of vmap, or inside of further transforms.
+    """
+    batch = _current_batch()
+    if batch is None:
+        return None
+    differentiable = torch.is_grad_enabled()
+    with temporarily_pop_interpreter_stack(), torch.set_grad_enabled(differentiable):
+        results = function(*(tree.map(batch.unwrap, each) for each in trees))
+    return rebuild_nested(results, (_add_batch_dim(leaf, 0, batch.level) for leaf in list_tensors(results)))
+
+
 def inside_transform() -> bool:
     """Check whether this code runs inside a transform of `torch.func`."""
     return peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]: its stub says never None
@@ -201,7 +222,8 @@ class _ClientBatch(NamedTuple):
         """Get the tensor (K, ...) of all clients under a tensor of one client."""
         if not is_batchedtensor(leaf):
             return leaf.expand(self.size, *leaf.shape)
-        return get_unwrapped(leaf).movedim(maybe_get_bdim(leaf), 0)
+        dimension = maybe_get_bdim(leaf)
+        return get_unwrapped(leaf).movedim(dimension, 0) if dimension else get_unwrapped(leaf)
 
     def make_variables(self, params: Tree) -> Tree:
         """Make a tree of the tensors of all clients (K, ...) with respect to which autograd differentiates."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.core import tree
-from halfmoon.core.autodiff import inside_transform, rebuild_nested
+from halfmoon.core.autodiff import call_with_all_clients, inside_transform, rebuild_nested
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 
@@ -121,17 +121,23 @@ class Adam:
             consume: whether `gradient` and `state` may be overwritten or emptied, which saves a large model memory.
         """
         gradient = add_weight_decay(params, gradient, self.weight_decay)
-        terms = self._bias_correction(state["steps"] + 1)
         lr = self.lr
         # Three implementations with the same bits. The faster ones change tensors in place or use kernels for lists of
-        # tensors, for which vmap has no rules.
-        if not inside_transform() and not isinstance(lr, Tensor):
+        # tensors, for which vmap has no rules: clients of a vmap take that step together, outside of it.
+        if not isinstance(lr, Tensor):
             # A GPU takes large models at once, too: starting seven kernels a leaf takes longer than their arithmetic.
             is_on_gpu = next(tree.leaves(params)).device.type == "cuda"
             if is_on_gpu or tree.nbytes(params) < SMALL_MODEL_BYTES:
-                return self._step_all_leaves(params, gradient, state, terms, lr)
-            if consume:
-                return self._step_in_place(params, gradient, state, terms, lr)
+                if not inside_transform():
+                    return self._step_all_leaves(params, gradient, state, lr)
+                of_all = call_with_all_clients(
+                    lambda *trees: self._step_all_leaves(*trees, lr), params, gradient, state
+                )
+                if of_all is not None:
+                    return of_all
+            elif consume and not inside_transform():
+                return self._step_in_place(params, gradient, state, lr)
+        terms = self._bias_correction(state["steps"] + 1)
         # Running means of the gradient (first moment) and of its square (second moment). lerp, not addcmul_ or lerp_:
         # vmap has no batching rule for these.
         first = tree.map(lambda m, g: torch.lerp(m, g, 1 - self.beta1), state["first"], gradient)
@@ -162,18 +168,16 @@ class Adam:
         c2 = (1 - self.beta2**steps).sqrt()
         return BiasCorrection(steps=steps, scale=c1 / c2, shift=c1 * self.eps)
 
-    def _step_all_leaves(
-        self, params: Tree, gradient: Tree, state: Tree, terms: "BiasCorrection", lr: float
-    ) -> tuple[Tree, Tree]:
+    def _step_all_leaves(self, params: Tree, gradient: Tree, state: Tree, lr: float) -> tuple[Tree, Tree]:
         """Take Adam's step with one call for all leaves, because calls cost more than arithmetic in a small network.
 
         Args:
-            params: the parameters, which are not changed.
+            params: the parameters of one client, or of K clients with leaves (K, ...), which are not changed.
             gradient: a tree like `params`, which is not changed.
-            state: both moments and the count of steps, which are not changed.
-            terms: the bias correction of both moments at this step.
+            state: both moments and the count of steps, () or (K,), which are not changed.
             lr: the learning rate.
         """
+        terms = self._bias_correction(state["steps"] + 1)
         param_leaves, gradient_leaves, first_leaves, second_leaves = _list_leaves(params, gradient, state)
         # The functions for lists of tensors, which torch.optim uses too, are not in PyTorch's type stubs.
         foreach: Any = torch
@@ -182,8 +186,8 @@ class Adam:
         squares = foreach._foreach_mul(gradient_leaves, gradient_leaves)
         second = foreach._foreach_lerp(second_leaves, squares, 1 - self.beta2)
         denominator = foreach._foreach_sqrt(second)
-        foreach._foreach_mul_(denominator, terms.scale.to(dtype))
-        foreach._foreach_add_(denominator, terms.shift.to(dtype))
+        foreach._foreach_mul_(denominator, _align(terms.scale.to(dtype), denominator))
+        foreach._foreach_add_(denominator, _align(terms.shift.to(dtype), denominator))
         new = foreach._foreach_addcdiv(param_leaves, first, denominator, value=-lr)
         new_state = {
             "first": rebuild_nested(params, iter(first)),
@@ -192,18 +196,16 @@ class Adam:
         }
         return rebuild_nested(params, iter(new)), new_state
 
-    def _step_in_place(
-        self, params: Tree, gradient: Tree, state: Tree, terms: "BiasCorrection", lr: float
-    ) -> tuple[Tree, Tree]:
+    def _step_in_place(self, params: Tree, gradient: Tree, state: Tree, lr: float) -> tuple[Tree, Tree]:
         """Take Adam's step with the memory of one more leaf: overwrite the moments, and free the gradient's leaves.
 
         Args:
             params: the parameters, which are not changed.
             gradient: a tree like `params`, which is emptied.
             state: both moments, which are overwritten, and the count of steps.
-            terms: the bias correction of both moments at this step.
             lr: the learning rate.
         """
+        terms = self._bias_correction(state["steps"] + 1)
         param_leaves, gradient_leaves, first_leaves, second_leaves = _list_leaves(params, gradient, state)
         # Drop the tree's references, so that popping a leaf from the list below frees it.
         gradient.clear()
@@ -226,6 +228,16 @@ class BiasCorrection(NamedTuple):
     steps: Tensor
     scale: Tensor
     shift: Tensor
+
+
+def _align(term: Tensor, leaves: list[Tensor]) -> Tensor | list[Tensor]:
+    """Shape a term of one client () or of K clients (K,) so that a function for lists of tensors applies it to leaves.
+
+    The terms of K clients become one (K, 1, ...) for each leaf (K, ...).
+    """
+    if not term.ndim:
+        return term
+    return [term.view(-1, *[1] * (leaf.ndim - 1)) for leaf in leaves]
 
 
 def _list_leaves(params: Tree, gradient: Tree, state: Tree) -> list[list[Tensor]]:
