@@ -131,9 +131,7 @@ class Adam:
             if is_on_gpu or tree.nbytes(params) < SMALL_MODEL_BYTES:
                 if not inside_transform():
                     return self._step_all_leaves(params, gradient, state, lr)
-                of_all = call_with_all_clients(
-                    lambda *trees: self._step_all_leaves(*trees, lr), params, gradient, state
-                )
+                of_all = call_with_all_clients(partial(self._step_all_leaves, lr=lr), params, gradient, state)
                 if of_all is not None:
                     return of_all
             elif consume and not inside_transform():
