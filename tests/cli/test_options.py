@@ -249,7 +249,9 @@ def fingerprint(config: Config, folder: Path) -> str:
     schema.check_methods(config)
     shared = factory.build_problem(config)
     with workers.open_executor(config) as executor:
-        experiment = runner._build_experiment(config, shared, folder, executor, NULL_CALLBACK)
+        aggregators = runner._build_aggregators(config, shared, folder)
+        simulation = runner._build_simulation(config, shared, executor, aggregators)
+        experiment = runner._build_experiment(config, shared, simulation, executor, NULL_CALLBACK)
     runtime: Any = experiment.runtime
     examples = [None if each is None else (each.images.numpy(), each.labels.numpy()) for each in
                 (shared.train, shared.test, shared.validation)]  # fmt: skip

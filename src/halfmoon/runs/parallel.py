@@ -5,7 +5,7 @@ computes with as many threads as a single run. The data is loaded once and sent 
 """
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -19,6 +19,7 @@ from halfmoon.engine.executors.pools import available_processors, make_process_c
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo
 from halfmoon.runs.factory import count_threads, select_device
+from halfmoon.runs.jobs import Job
 from halfmoon.runs.workers import share_processors
 from halfmoon.storage.events import Event
 
@@ -57,15 +58,14 @@ def count_processes(config: Config, runs: int) -> int:
 
 
 def run_in_processes(
-    run_job: Callable[[int, Callback], Row], numbers: Sequence[int], config: Config, watch: Callback
+    run_job: Callable[[Job, Callback], Row], jobs: Mapping[int, Job], config: Config, watch: Callback
 ) -> tuple[dict[int, Row], dict[int, Exception]]:
     """Train several runs at the same time, each in a process, and report their progress to one callback.
 
     Args:
-        run_job: trains the run of a number, reports to a callback, and returns the summary. It is pickled and sent to
-            every process.
-        numbers: the numbers of the runs.
-        config: the configuration of the first run.
+        run_job: trains a job, reports to a callback, and returns the summary. It is pickled and sent to every process.
+        jobs: the jobs by number.
+        config: the configuration of the first run, also if it is finished.
         watch: receives the events of all runs.
 
     Returns:
@@ -75,19 +75,19 @@ def run_in_processes(
     Raises:
         UserError: a process was killed. The other runs are stopped, and can be resumed.
     """
-    count = count_processes(config, len(numbers))
+    count = count_processes(config, len(jobs))
     if count < 2:
         return {}, {}
     context = make_process_context(__name__, "halfmoon.runs.runner")
     messages = context.Queue()
-    acknowledged = {number: context.Event() for number in numbers}
+    acknowledged = {number: context.Event() for number in jobs}
     summaries: dict[int, Row] = {}
     failures: dict[int, Exception] = {}
     runs: dict[Path, RunInfo] = {}
     initial_arguments = (run_job, messages, acknowledged, count)
     with ProcessPoolExecutor(count, context, _initialize_process, initial_arguments) as pool:
         pending: dict[Future[Row | RunFailure], int] = {
-            pool.submit(_run_in_process, number): number for number in numbers
+            pool.submit(_run_in_process, number, job): number for number, job in jobs.items()
         }
         try:
             while pending:
@@ -182,12 +182,12 @@ class _MessageCallback:
 
 
 def _initialize_process(
-    run_job: Callable[[int, Callback], Row], messages: Any, acknowledged: Mapping[int, Any], count: int
+    run_job: Callable[[Job, Callback], Row], messages: Any, acknowledged: Mapping[int, Any], count: int
 ) -> None:
     """Prepare a worker process that trains runs.
 
     Args:
-        run_job: trains the run with a number, and passes its events to a callback.
+        run_job: trains a job, and passes its events to a callback.
         messages: the queue of events for the main process.
         acknowledged: by number, an event that the main process sets when it knows of a run's start. The run waits for
             it, because trackers read its folder as it is before the first round.
@@ -201,10 +201,10 @@ def _initialize_process(
     _STATE.update(run_job=run_job, messages=messages, acknowledged=acknowledged)
 
 
-def _run_in_process(number: int) -> Row | RunFailure:
-    """Train the run of a number in this process."""
+def _run_in_process(number: int, job: Job) -> Row | RunFailure:
+    """Train a job, whose number names it in messages, in this process."""
     try:
-        return _STATE["run_job"](number, _MessageCallback(number))
+        return _STATE["run_job"](job, _MessageCallback(number))
     except (UserError, Diverged) as error:
         cause = error.__cause__
         # Other exceptions may not be picklable; the command line looks for the error number of an OSError.

@@ -303,9 +303,7 @@ def run_in_folder(
         shared = shared if tests else replace(shared, test=None)
         if not RunFolder.exists(path):
             (job,) = _choose_executors([job], shared, watch)
-        if factory.select_device(config).type == "cpu":
-            retain_freed_memory()
-    return _run_job(path, job, shared, watch)
+    return _run_job(path, shared, job, watch)
 
 
 def write_split(config: Config, path: Path) -> Row:
@@ -510,7 +508,7 @@ def _load_shared(
 
 
 def _run_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> RunResult:
-    """Run all jobs that are not finished, and write the figure and tables of all.
+    """Run all jobs that are not finished, in one or several processes, and write the figure and tables of all.
 
     Args:
         root: the folder of the run or comparison.
@@ -520,11 +518,30 @@ def _run_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Cal
     """
     if shared is not None and shared.source.skipped:
         write_skipped(root, shared.source.skipped)
-    summaries_by_number, failures = _run_jobs(root, jobs, shared, watch)
-    finished = sorted(summaries_by_number)
+    # A method "module:Class" may have been passed as an object, which only this process knows.
+    other_processes_know_methods = not any(":" in job.config.method for job in jobs)
+    for_processes: dict[int, Job] = {}  # the unfinished jobs by number
+    if shared is not None and other_processes_know_methods:
+        for number, job in enumerate(jobs):
+            if not _is_finished(root / job.folder, job.config):
+                for_processes[number] = job
+    if len(jobs) > 1:
+        watch = GroupedRuns(watch, root)
+    run_job = partial(_run_job, root, shared)
+    # Both are empty if one process is enough.
+    summaries, failures = run_in_processes(run_job, for_processes, jobs[0].config, watch)
+    for number, job in enumerate(jobs):
+        if number in summaries or number in failures:
+            continue
+        # In this process; of a finished job this reads the summary.
+        try:
+            summaries[number] = run_job(job, watch)
+        except Exception as error:
+            failures[number] = error
+    finished = sorted(summaries)
     outcome = RunResult(
         folder=root,
-        summaries=[summaries_by_number[number] for number in finished],
+        summaries=[summaries[number] for number in finished],
         curves=root / CURVES,
         runs=[root / jobs[number].folder for number in finished],
         tables=[root / CSV, root / MARKDOWN],
@@ -569,48 +586,6 @@ def write_skipped(root: Path, skipped: Sequence[SkippedImage]) -> None:
         ) from error
 
 
-def _run_jobs(
-    root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback
-) -> tuple[dict[int, Row], dict[int, Exception]]:
-    """Run the jobs that are not finished, in one or several processes, and read the summaries of the others.
-
-    Args:
-        root: the folder of the run or comparison.
-        jobs: the jobs.
-        shared: their data and split; None if all are finished.
-        watch: receives the events of all runs.
-
-    Returns:
-        The summaries by the job's number, and the errors of the jobs that failed, also by number.
-    """
-    # A method "module:Class" may have been passed as an object, which only this process knows.
-    other_processes_know_methods = not any(":" in job.config.method for job in jobs)
-    for_processes: list[int] = []  # the numbers of unfinished jobs
-    if shared is not None and other_processes_know_methods:
-        for_processes = [number for number, job in enumerate(jobs) if not _is_finished(root / job.folder, job.config)]
-    if len(jobs) > 1:
-        watch = GroupedRuns(watch, root)
-    run_number = partial(_run_numbered_job, root, tuple(jobs), shared)
-    # Both are empty if one process is enough.
-    summaries, failures = run_in_processes(run_number, for_processes, jobs[0].config, watch)
-    for number in range(len(jobs)):
-        if number in summaries or number in failures:
-            continue
-        # In this process; of a finished job this reads the summary.
-        try:
-            summaries[number] = run_number(number, watch)
-        except Exception as error:
-            failures[number] = error
-    return summaries, failures
-
-
-def _run_numbered_job(root: Path, jobs: Sequence[Job], shared: Problem | None, number: int, watch: Callback) -> Row:
-    """Run one of several jobs as `_run_job`; a module's function, so that it can be sent to another process."""
-    if shared is not None and factory.select_device(jobs[number].config).type == "cpu":
-        retain_freed_memory()
-    return _run_job(root, jobs[number], shared, watch)
-
-
 def _iterate_training_images(shared: Problem) -> Iterator[np.ndarray]:
     """Iterate over the images that clients or the server have, uint8 (H, W, C), without the padding of the network."""
     images = shared.source.train.images
@@ -621,13 +596,13 @@ def _iterate_training_images(shared: Problem) -> Iterator[np.ndarray]:
         yield images[row, top : top + height, left : left + width]
 
 
-def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
+def _run_job(root: Path, shared: Problem | None, job: Job, watch: Callback) -> Row:
     """Train one job from its latest checkpoint, or from the start, to its end.
 
     Args:
         root: the folder of the run or comparison.
+        shared: the data of the job; None if it is finished.
         job: the job.
-        shared: its data; None if it is finished.
         watch: receives the run's events.
 
     Returns:
@@ -644,6 +619,8 @@ def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> R
             folder.checkpoints.clear()
             return check_finished(summary, path / SUMMARY)
         assert shared is not None, "an unfinished job needs its data"
+        if factory.select_device(config).type == "cpu":
+            retain_freed_memory()
         # The stored file may name an executor where the option is "auto".
         if config.executor == "auto":
             config = replace(config, executor=parse_config(folder.config, path).executor)
@@ -670,7 +647,8 @@ def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> R
             workers.open_executor(config) as executor,
             factory.apply_compute_settings(config, factory.count_threads(config)),
         ):
-            experiment = _build_experiment(config, shared, path, executor, watch)
+            runtime = _build_simulation(config, shared, executor, _build_aggregators(config, shared, path))
+            experiment = _build_experiment(config, shared, runtime, executor, watch)
             results = run_rounds(experiment, folder, checkpoint, lambda row: watch.round(run, row))
         summary = assembly.build_summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
         # With cached features only the head was trained; the model file contains the backbone as well.
@@ -764,24 +742,35 @@ def _open_folder(path: Path, config: Config) -> Iterator[RunFolder]:
         yield folder
 
 
-def _build_experiment(config: Config, shared: Problem, path: Path, executor: Executor, watch: Callback) -> Experiment:
-    """Build the simulation of a configuration and its experiment.
+def _build_aggregators(config: Config, shared: Problem, path: Path) -> tuple[Aggregator, ...]:
+    """Build the stages that the uploads of a simulation pass: simulated attacks, and then the server's aggregators.
+
+    Args:
+        config: the configuration.
+        shared: the split, whose clients may be hostile.
+        path: the run folder, for the ledger of differential privacy.
+    """
+    attacks: tuple[HostileClients, ...] = ()
+    if config.attack != "none":
+        hostile_clients = draw_hostile_clients(shared.split.clients, config.attackers, config.seed)
+        attacks = (HostileClients(config.attack, hostile_clients, config.seed, config.attack_factor),)
+    # The noise of a simulation is drawn from its seed, so that the run can be reproduced; a federation has a secret.
+    noise_seed = f"seed {config.seed}".encode()
+    return (*attacks, *factory.build_aggregators(config, noise_seed, path))
+
+
+def _build_experiment(
+    config: Config, shared: Problem, runtime: Simulation, executor: Executor, watch: Callback
+) -> Experiment:
+    """Build the experiment of a configuration: its simulation, test images and options of the round loop.
 
     Args:
         config: the configuration.
         shared: data, split, task, views and batch rule.
-        path: the run folder, for the ledger of differential privacy.
-        executor: trains clients and computes test batches.
+        runtime: the simulation.
+        executor: computes test batches.
         watch: receives a message if not every round is evaluated.
     """
-    hostile_clients = draw_hostile_clients(shared.split.clients, config.attackers, config.seed)
-    attacks: tuple[HostileClients, ...] = ()
-    if config.attack != "none":
-        attacks = (HostileClients(config.attack, hostile_clients, config.seed, config.attack_factor),)
-    # The noise of a simulation is drawn from its seed, so that the run can be reproduced; a federation has a secret.
-    noise_seed = f"seed {config.seed}".encode()
-    aggregators = (*attacks, *factory.build_aggregators(config, noise_seed, path))
-    runtime = _build_simulation(config, shared, executor, aggregators)
     interval = choose_evaluation_interval(config, shared)
     if interval > 1 and config.evaluate_every is None:
         text = f"Test images are evaluated every {interval} rounds ({{evaluate_every=1}}: after each)."
@@ -807,7 +796,7 @@ def _build_simulation(
         config: the configuration.
         shared: data, split, task, views and batch rule.
         executor: trains clients.
-        aggregators: what uploads pass before the method averages them.
+        aggregators: the stages that uploads pass before the method averages them.
     """
     entry = registry.entry(config.method)
     task = replace(shared.task, rounds=count_rounds(config))
