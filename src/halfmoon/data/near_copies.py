@@ -174,4 +174,8 @@ def _shrink(images: np.ndarray) -> np.ndarray:
 
 def _mean_colors(images: np.ndarray) -> np.ndarray:
     """Compute the mean of each channel of images uint8 (N, H, W, C), float64 (N, C)."""
-    return np.array([pixels.mean((0, 1)) for pixels in images])
+    count, height, width, channels = images.shape
+    # Summing whole rows first is many times faster than a mean over both axes, and integer sums are exact.
+    columns = [pixels.reshape(height, -1).sum(0, dtype=np.uint32) for pixels in images]
+    sums = np.array(columns, np.uint32).reshape(count, width, channels).sum(1, dtype=np.uint64)
+    return sums / (height * width)
