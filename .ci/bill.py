@@ -39,6 +39,7 @@ def main(words: list[str]) -> int:
     write = "--write" in words
     bill, report = (json.loads(Path(word).read_text()) for word in words if word != "--write")
     forget_places(bill["components"])
+    bill["components"] += bundled()
     Path(words[0]).write_text(json.dumps(bill, indent=2) + "\n", encoding="utf-8")
     parts = {plain(each["name"]): each for each in bill["components"]}
     faults = [*unfit(parts, report)]
@@ -65,6 +66,21 @@ def forget_places(components: list[dict[str, Any]]) -> None:
         held = [one for one in each.pop("externalReferences", []) if not one["url"].startswith("file:")]
         if held:
             each["externalReferences"] = held
+
+
+def bundled() -> list[dict[str, Any]]:
+    """Return the JavaScript packages inside the wheel, as components: THIRD-PARTY.txt names each with its version."""
+    text = (ROOT / "THIRD-PARTY.txt").read_text(encoding="utf-8")
+    return [
+        {
+            "type": "library",
+            "name": name,
+            "version": version,
+            "purl": f"pkg:npm/{name.replace('@', '%40')}@{version}",
+            "licenses": [{"license": {"id": "ISC"}}],
+        }
+        for name, version in re.findall(r"^(@?[\w/-]+) ([\d.]+): Copyright", text, re.MULTILINE)
+    ]
 
 
 def unfit(parts: dict[str, Any], report: dict[str, Any]) -> list[str]:
@@ -99,7 +115,8 @@ def page(rows: list[tuple[str, str, str]], bill: dict[str, Any]) -> str:
     return f"""# What halfmoon stands on
 
 <!-- written by `.ci/release --write`; do not edit -->
-All {len(rows)} packages of a fresh environment with every extra for run time, and the licenses that they state.
+All {len(rows)} packages of a fresh environment with every extra for run time, and of the charts of its pages, and the
+licenses that they state.
 `sbom.json` of a release (CycloneDX {bill["specVersion"]}) has the same; [a release](../CONTRIBUTING.md#a-release)
 makes it.
 

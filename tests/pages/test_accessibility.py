@@ -66,7 +66,7 @@ def test_watch_is_accessible(browser: Any, tmp_path: Path) -> None:
     for seed in range(2):
         write_run(tmp_path / str(seed), 1, seed)
     with serve_app(WatchPage(tmp_path).app()) as address:
-        check(browser, address, lambda: browser.find_elements("css selector", "[data-chart=accuracy] path.line"))
+        check(browser, address, lambda: browser.find_elements("css selector", "[data-chart=accuracy] .line path"))
 
 
 def site(path: Path) -> Path:

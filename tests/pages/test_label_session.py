@@ -99,6 +99,6 @@ def test_a_folder_is_labeled_and_trained_on(session: Session) -> None:
     press_keys(browser, "=")
     wait_until(lambda: Select(session["which"]).first_selected_option.text == f"like {first}")
     session["tab-one"].click()
-    wait_until(lambda: len(browser.find_elements("css selector", "#curve .marker")) == 1, 150)
+    wait_until(lambda: len(browser.find_elements("css selector", "#curve .marker > *")) == 1, 150)
     assert session["trained"].text.startswith(f"{WANTED} labels: ")
     assert [row for row in browser.get_log("browser") if " 422 " not in row["message"]] == []

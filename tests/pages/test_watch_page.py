@@ -358,7 +358,7 @@ def test_a_growing_run_is_followed(browser: Any, tmp_path: Path) -> None:
     with serve_app(WatchPage(tmp_path / "r").app()) as address:
         open_page(browser, address)
         assert "1 of 2 runs finished, 1 running" in browser.find_element("id", "progress").text
-        lines = "[data-chart=accuracy] path.line"
+        lines = "[data-chart=accuracy] .line path"
         assert len(browser.find_elements("css selector", lines)) == 2
         with (tmp_path / "r" / "metrics.jsonl").open("a") as file:
             file.write('{"round": 13, "test": {"accuracy": 0.99}}\n')
@@ -430,9 +430,7 @@ def test_twelve_runs_scroll_only_inside_their_frames(browser: Any, tmp_path: Pat
         assert len(browser.find_elements("css selector", "#runs tbody tr")) == 12
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
         open_page(browser, address, 1280)
-        seen = (
-            "[...document.querySelectorAll('.plot svg')].map((each) => [each.viewBox.baseVal.width, each.clientWidth])"
-        )
+        seen = "[...document.querySelectorAll('.plot svg.chart')].map((each) => [each.viewBox.baseVal.width, each.clientWidth])"
         wait_until(lambda: len(browser.execute_script(f"return {seen}")) > 1)
         wait_until(lambda: all(abs(a - b) < 2 for a, b in browser.execute_script(f"return {seen}")), 0.7)
 
@@ -443,6 +441,6 @@ def test_seeds_are_one_line_on_a_transparent_band(browser: Any, tmp_path: Path) 
         write_run(tmp_path / str(seed), 2, seed)
     with serve_app(WatchPage(tmp_path).app()) as address:
         open_page(browser, address)
-        (band,) = browser.find_elements("css selector", "[data-chart=accuracy] path.band")
-        assert len(browser.find_elements("css selector", "[data-chart=accuracy] path.line")) == 1
-        assert float(band.value_of_css_property("opacity")) < 0.3
+        (band,) = browser.find_elements("css selector", "[data-chart=accuracy] .band path")
+        assert len(browser.find_elements("css selector", "[data-chart=accuracy] .line path")) == 1
+        assert float(band.value_of_css_property("fill-opacity")) < 0.3

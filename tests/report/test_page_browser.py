@@ -85,24 +85,24 @@ def test_page_opens_without_console_messages(browser: Any, page: Path) -> None:
 def test_charts_show_the_data(browser: Any, page: Path) -> None:
     """Three methods, two with pseudo-labels: accuracy, two divergences and costs have 3 lines, four others have 2."""
     opened(browser, page)
-    lines = [count(browser, f"{group(0)} [data-charts={name}] path.line") for name in ("learning", "classes", "costs")]
+    lines = [count(browser, f"{group(0)} [data-charts={name}] .line path") for name in ("learning", "classes", "costs")]
     assert lines == [3 + 4 * 2, 2 * 3, 3]
-    assert count(browser, f"{group(0)} path.band") == sum(lines)  # two seeds each
-    assert count(browser, f"{group(0)} rect.cell") == 6  # entries of the confusion matrix that are not zero
+    assert count(browser, f"{group(0)} .band path") == sum(lines)  # two seeds each
+    assert count(browser, f"{group(0)} .cell rect") == 6  # entries of the confusion matrix that are not zero
     # Three classes and three methods; then three classes and four shares.
-    markers = f"{group(0)} [data-charts=classes] figure:nth-of-type(%d) .marker"
+    markers = f"{group(0)} [data-charts=classes] figure:nth-of-type(%d) .marker > *"
     assert count(browser, markers % 3) == 9
-    assert count(browser, (markers % 4).replace(" .marker", " svg[role=img] .marker")) == 12
+    assert count(browser, markers % 4) == 12
     # Client k has (k + c + shift) % 4 of class c: three zeros among twelve, on both sides.
-    bubbles = '[data-study="0"] [data-splits] figure:nth-of-type(%d) circle.bubble'
+    bubbles = '[data-study="0"] [data-splits] figure:nth-of-type(%d) .bubble circle'
     assert [count(browser, bubbles % n) for n in (1, 2)] == [18, 18]
     # Five clients, two classes: zeros at (k, c) = (0, 0), (3, 1), (4, 0); and a server with two.
-    assert count(browser, '[data-study="2"] circle.bubble.labeled') == 10 - 3 + 2
-    assert count(browser, '[data-study="2"] circle.bubble.unlabeled') == 10 - 3
+    assert count(browser, '[data-study="2"] .bubble.labeled circle') == 10 - 3 + 2
+    assert count(browser, '[data-study="2"] .bubble.unlabeled circle') == 10 - 3
     assert count(browser, '[data-study="2"] table') == 0
     # Along gamma: a line a method, and three published points, each with its deviation.
-    assert count(browser, "[data-along] path.line") == 3
-    assert count(browser, "[data-along] .published") == 3
+    assert count(browser, "[data-along] .line path") == 3
+    assert count(browser, "[data-along] .published > *") == 3
     for image in browser.find_elements("css selector", "svg[role=img]"):
         assert len(image.get_attribute("aria-label")) > 20
 
@@ -110,7 +110,9 @@ def test_charts_show_the_data(browser: Any, page: Path) -> None:
 def test_bubbles_have_areas_in_proportion(browser: Any, page: Path) -> None:
     """Counts 3 and 1 on one panel: radii as the square root of 3."""
     opened(browser, page)
-    found = browser.find_elements("css selector", '[data-study="0"] [data-splits] figure:nth-of-type(1) circle.labeled')
+    found = browser.find_elements(
+        "css selector", '[data-study="0"] [data-splits] figure:nth-of-type(1) .labeled circle'
+    )
     radii = sorted({float(circle.get_attribute("r")) for circle in found})
     assert len(radii) == 3
     assert radii[2] / radii[0] == pytest.approx(3**0.5, rel=0.01)
@@ -118,22 +120,22 @@ def test_bubbles_have_areas_in_proportion(browser: Any, page: Path) -> None:
 
 def test_a_click_in_a_legend_hides_a_line_in_all_charts_of_its_group(browser: Any, page: Path) -> None:
     opened(browser, page)
-    titled = f'{group(0)} g[data-line="FedDure"]'
-    # Five learning curves, two divergences, classes, costs.
-    assert count(browser, titled) == 9
-    others = count(browser, f"{group(0)} path.line")
+    titled = f'{group(0)} :is(.line, .marker) [data-part="FedDure"]'
+    # Lines of five learning curves, two divergences and the costs; a dot for each of three classes.
+    assert count(browser, titled) == 8 + 3
+    others = count(browser, f"{group(0)} .line path")
     button = browser.find_element("css selector", f"{group(0)} [data-charts=learning]").find_element(
         "xpath", "preceding-sibling::div[@role='group']/button[normalize-space()='FedDure']"
     )
     button.click()
     assert button.get_attribute("aria-pressed") == "false"
     assert count(browser, titled) == 0
-    assert count(browser, f"{group(0)} path.line") == others - 8
+    assert count(browser, f"{group(0)} .line path") == others - 8
     pressed = f"{group(0)} .legend button[aria-pressed=false]"
     assert count(browser, pressed) == 3  # every legend of the group says it
-    assert count(browser, '[data-study="1"] g[data-line="FedDure"]') > 0
+    assert count(browser, '[data-study="1"] .line [data-part="FedDure"]') > 0
     browser.find_elements("css selector", pressed)[1].click()
-    assert count(browser, titled) == 9
+    assert count(browser, titled) == 8 + 3
 
 
 def hover(browser: Any, selector: str, across: float, broadcast: float = 0.5) -> str:
@@ -157,7 +159,7 @@ def test_hovering_shows_values(browser: Any, page: Path) -> None:
     assert messages[0] == "round 12"
     assert messages[1::2] == [*reversed(METHODS.values())]
     assert messages[2] == "77.97 (77.47 to 78.47)"
-    assert count(browser, f"{group(0)} .guide[visibility=visible]") == 1
+    assert count(browser, f"{group(0)} .guide line") == 1
     confusion = hover(browser, f"{group(0)} [data-charts=confusion] svg[role=img]", 0.5, 0.1)
     assert confusion.startswith(f"true: {ODD}")
     assert "predicted: " in confusion
@@ -179,6 +181,31 @@ def test_arrow_keys_walk_along_the_rounds(browser: Any, page: Path) -> None:
         chart.send_keys(key)
         rounds.append(browser.find_element("css selector", "#tip b").text)
     assert rounds == ["round 2", "round 4", "round 2"]
+    chart.send_keys("\ue00c")  # Escape
+    assert count(browser, "#tip:not([hidden])") == 0
+    assert count(browser, f"{group(0)} .guide line") == 0
+
+
+def test_arrow_keys_walk_along_every_kind_of_chart(browser: Any, page: Path) -> None:
+    """The first stop of each chart, and the one after it: cells without images are left out."""
+    opened(browser, page)
+    stops = {}
+    for name, selector in {
+        "classes": f"{group(0)} [data-charts=classes] figure:nth-of-type(3)",
+        "confusion": f"{group(0)} [data-charts=confusion]",
+        "split": '[data-study="0"] [data-splits]',
+    }.items():
+        chart = browser.find_element("css selector", f"{selector} svg[role=img]")
+        browser.execute_script("arguments[0].focus()", chart)
+        stops[name] = []
+        for _ in range(2):
+            chart.send_keys("\ue014")
+            settle(browser)
+            stops[name].append(browser.find_element("css selector", "#tip").text.split("\n")[:3])
+    assert [lines[0] for lines in stops["classes"]] == [ODD, "dog"]
+    matrix = [[f"true: {ODD}", "predicted: " + ODD, "80 (80.0 %)"], [f"true: {ODD}", "predicted: dog", "20 (20.0 %)"]]
+    assert stops["confusion"] == matrix
+    assert [lines[0].split(", ")[0] for lines in stops["split"]] == ["client 0", "client 0"]
 
 
 def choose(browser: Any, selector: str, message: str) -> None:
@@ -192,15 +219,15 @@ def test_the_axis_of_costs_can_be_chosen(browser: Any, page: Path) -> None:
     """At 12 rounds: 60 steps, 3,600 images for the dearest method, 18 MB, 6 seconds."""
     opened(browser, page)
     chart = f"{group(0)} [data-charts=costs]"
-    label = f"{chart} text.label"
-    ticks = f"{chart} text.x"
+    label = f"{chart} [data-part='x-axis label'] text"
+    ticks = f"{chart} [data-part='x-axis tick label'] text"
     assert browser.find_element("css selector", label).text == "labeled steps"
     for message, maximum in (("forward passes, images", 3600), ("sent, MB", 18), ("seconds", 6), ("round", 12)):
         choose(browser, f"{chart} select", message)
         assert browser.find_element("css selector", label).text == message
         shown = [float(each.text.replace(",", "")) for each in browser.find_elements("css selector", ticks)]
         assert 0.6 * maximum < max(shown) <= maximum
-        assert count(browser, f"{chart} path.line") == 3
+        assert count(browser, f"{chart} .line path") == 3
 
 
 def test_a_column_and_a_matrix_can_be_chosen(browser: Any, page: Path) -> None:
@@ -209,7 +236,7 @@ def test_a_column_and_a_matrix_can_be_chosen(browser: Any, page: Path) -> None:
     assert (count(browser, f"{group(0)}:not([hidden])"), count(browser, shown)) == (1, 0)
     choose(browser, '[data-study="0"] [data-choose=group]', "DIR-DIR")
     assert (count(browser, f"{group(0)}:not([hidden])"), count(browser, shown)) == (0, 1)
-    assert count(browser, f"{group(1)} path.line") == 20
+    assert count(browser, f"{group(1)} .line path") == 20
     matrix = f"{group(1)} [data-charts=confusion] svg[role=img]"
     assert "FedDure" in browser.find_element("css selector", matrix).get_attribute("aria-label")
     choose(browser, f"{group(1)} [data-choose=confusion]", "FedAvg + FixMatch")
@@ -257,7 +284,7 @@ def test_print_has_every_column(browser: Any, page: Path) -> None:
     browser.execute_script(
         "const lines = arguments[0]; const note = () => { window.kept = document.querySelectorAll(lines).length };"
         "addEventListener('beforeprint', note)",
-        f"{group(1)} path.line",
+        f"{group(1)} .line path",
     )
     made = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
     assert base64.b64decode(made["data"]).startswith(b"%PDF")
@@ -330,14 +357,14 @@ def saved(browser: Any, selector: str) -> str:
 def test_figures_are_saved_as_csv_and_svg(browser: Any, comparison: Path) -> None:
     opened(browser, comparison)
     clients = "[data-charts=clients]"
-    assert count(browser, f"{clients} circle.client") == 9
+    assert count(browser, f"{clients} .client circle") == 9
     rows = list(csv.reader(io.StringIO(saved(browser, f"{clients} [data-save=CSV]"))))
     assert rows[0] == ["line", "client", "accuracy"]
     assert rows[1:5] == [[METHODS["fedavg"], *pair] for pair in (("0", "50"), ("1", "70"), ("2", "90"), ("mean", "70"))]
     curve = list(csv.reader(io.StringIO(saved(browser, "[data-charts=learning] [data-save=CSV]"))))
     assert curve[0] == ["line", "round", "mean", "low", "high"]
     assert float(curve[1][2]) == pytest.approx(100 * compute_accuracy(0, 0, 2))
-    for name in ("learning", "clients", "confusion"):
+    for name in ("learning", "clients", "classes", "confusion", "costs"):
         root = ElementTree.fromstring(saved(browser, f"[data-charts={name}] [data-save=SVG]"))
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         text = ElementTree.tostring(root, encoding="unicode")

@@ -212,8 +212,8 @@ def _file_response(name: str) -> Response:
     """Build the response with a script, style sheet or image of a page; 404 for any other name."""
     from starlette.responses import PlainTextResponse, Response
 
-    # The drawing code and the logo of reports are shared.
-    package = "halfmoon.report" if name in ("draw.js", "charts.js", "logo.svg") else "halfmoon.pages"
+    # The charts and the logo of reports are shared.
+    package = "halfmoon.report" if name in ("plot.js", "draw.js", "charts.js", "logo.svg") else "halfmoon.pages"
     try:
         if not re.fullmatch(r"[a-z]{1,32}\.(css|js|svg)", name):
             raise FileNotFoundError(name)

@@ -15,6 +15,10 @@ ALL_LABELS_SUFFIX = "(all labels)"
 """End of the titles of methods that train on all labels."""
 
 
+BASELINES = (CONTROL, LABELS_ONLY)
+"""Rows that train on the labeled images only."""
+
+
 class FinalAccuracy(NamedTuple):
     """The final accuracy of one row.
 
@@ -54,7 +58,7 @@ def find_roles(study: Study, column: Column) -> RowRoles:
     names = [row.name for row in ranking]
     return RowRoles(
         winner=_without_upper_bounds(ranking)[0].name if ranking else None,
-        baseline=next((name for name in (CONTROL, LABELS_ONLY) if name in names), None),
+        baseline=next((name for name in BASELINES if name in names), None),
         ceiling=next((row.name for row in ranking if row.is_ceiling), None),
     )
 
@@ -130,9 +134,13 @@ def _describe_column(study: Study, rows: Sequence[FinalAccuracy]) -> str:
         study: the study.
         rows: the accuracies of the column's rows (usually methods), the best first.
     """
+    baseline = next((row for row in rows if row.name in BASELINES), None)
+    method = _best_method(rows)
+    if baseline is not None and method is not None and baseline.accuracy.mean >= method.accuracy.mean:
+        return _describe_no_gain(study, rows, baseline, method)
     first, *next_rows = _without_upper_bounds(rows)
     best = first.accuracy
-    accuracy = f"{best.mean:.1f} %" if best.deviation is None else f"{best.mean:.1f} ± {best.deviation:.1f} %"
+    accuracy = _format_accuracy(best)
     if len(rows) == 1:
         return f"{first.title} has {accuracy}."
     sentence = f"{first.title} is the best with {accuracy}"
@@ -147,6 +155,45 @@ def _describe_column(study: Study, rows: Sequence[FinalAccuracy]) -> str:
     return f"{sentence}.{_describe_gain(rows)}"
 
 
+def _format_accuracy(accuracy: MeanDeviation) -> str:
+    mean = f"{accuracy.mean:.1f}"
+    return f"{mean} %" if accuracy.deviation is None else f"{mean} ± {accuracy.deviation:.1f} %"
+
+
+def _best_method(ranking: Sequence[FinalAccuracy]) -> FinalAccuracy | None:
+    """Find the best row that is neither a baseline nor an upper bound; None if there is none."""
+    return next((row for row in ranking if row.name not in BASELINES and not row.is_ceiling), None)
+
+
+def _describe_no_gain(
+    study: Study, rows: Sequence[FinalAccuracy], baseline: FinalAccuracy, method: FinalAccuracy
+) -> str:
+    """Describe a column in which training on the labeled images only is at least as accurate as every method.
+
+    Args:
+        study: the study.
+        rows: the accuracies of the column's rows, the best first.
+        baseline: the best row that trains on the labeled images only.
+        method: the best method.
+    """
+    gap = baseline.accuracy.mean - method.accuracy.mean
+    if gap:
+        interval = _describe_interval(study, baseline.name, method.name, columns=1)
+        position = f"is {gap:.1f} points below it{interval}"
+    else:
+        position = "has the same accuracy"
+    sentences = (
+        f"No method gains over training on labels alone: {baseline.title} has {_format_accuracy(baseline.accuracy)}, "
+        f"and the best method, {method.title}, {position}."
+    )
+    upper_bound = next((row for row in rows if row.is_ceiling), None)
+    if upper_bound is None:
+        return sentences
+    if upper_bound.accuracy.mean <= baseline.accuracy.mean:
+        return f"{sentences} {upper_bound.title} is not above it, so this is {NO_UPPER_BOUND}."
+    return f"{sentences} {upper_bound.title} has {_format_accuracy(upper_bound.accuracy)}."
+
+
 def _describe_gain(ranking: Sequence[FinalAccuracy]) -> str:
     """Describe the gain of the best row relative to the gain of all labels; "" if one of the rows is missing.
 
@@ -159,15 +206,13 @@ def _describe_gain(ranking: Sequence[FinalAccuracy]) -> str:
     rows = {row.name: row for row in ranking}
     base = rows.get(CONTROL) or rows.get(LABELS_ONLY)  # what a method without unlabeled images reaches
     upper_bound = next((row for row in ranking if row.is_ceiling), None)
-    best = next((row for row in ranking if row.name not in (LABELS_ONLY, CONTROL) and not row.is_ceiling), None)
+    best = _best_method(ranking)
     if base is None or upper_bound is None or best is None:
         return ""
     gain = best.accuracy.mean - base.accuracy.mean
     possible_gain = upper_bound.accuracy.mean - base.accuracy.mean
     if possible_gain <= 0:
         return f" {upper_bound.title} is below {base.title}, so this is {NO_UPPER_BOUND}."
-    if gain <= 0:
-        return f" No method is above {base.title} ({base.accuracy.mean:.1f} %)."
     if gain > possible_gain:
         return f" {upper_bound.title} is below {best.title}, so this is {NO_UPPER_BOUND}."
     return f" It has {gain:.1f} of the {possible_gain:.1f} points between {base.title} and all labels."
@@ -181,13 +226,25 @@ def _describe_columns(study: Study, columns: Sequence[Sequence[FinalAccuracy]]) 
         columns: the accuracies of the rows (usually methods) of each column (usually a data set), the best first.
     """
     # The first row of each column is its best one. most_common keeps the order of the columns for equal counts.
-    wins = Counter(_without_upper_bounds(rows)[0].title for rows in columns)
-    winner_title, count = wins.most_common(1)[0]
-    other_winners = [f"{title} in {number}" for title, number in wins.items() if title != winner_title]
-    others = f" ({', '.join(other_winners)})" if other_winners else ""
+    winners = [_without_upper_bounds(rows)[0] for rows in columns]
+    # Without any method, the baselines are compared with each other.
+    baselines = BASELINES if any(_best_method(rows) for rows in columns) else ()
+    unbeaten = [row.title for row in winners if row.name in baselines]  # the baseline of each column without a gain
+    wins = Counter(row.title for row in winners if row.name not in baselines)
+    winner_title, count = wins.most_common(1)[0] if wins else ("", 0)
+    if len(unbeaten) >= count:
+        others = [f"{title} is the best in {number}" for title, number in wins.items()]
+        sentence = "No method gains over training on labels alone"
+        winner_title, count = unbeaten[0], len(unbeaten)
+    else:
+        others = [f"{title} in {number}" for title, number in wins.items() if title != winner_title]
+        if unbeaten:
+            others.append(f"no method gains over training on labels alone in {len(unbeaten)}")
+        sentence = f"{winner_title} is the best"
     share = "all" if count == len(columns) else f"{count} of"
-    sentence = f"{winner_title} is the best in {share} {len(columns)} columns{others}"
-    return f"{sentence}.{_describe_mean_lead(study, columns, winner_title)}"
+    note = f" ({', '.join(others)})" if others else ""
+    lead = _describe_mean_lead(study, columns, winner_title)
+    return f"{sentence} in {share} {len(columns)} columns{note}.{lead}"
 
 
 def _describe_mean_lead(study: Study, columns: Sequence[Sequence[FinalAccuracy]], winner_title: str) -> str:
@@ -207,13 +264,16 @@ def _describe_mean_lead(study: Study, columns: Sequence[Sequence[FinalAccuracy]]
     titles = {row.name: row.title for rows in columns for row in rows}
     winner = next((name for name in means if titles[name] == winner_title), None)
     others = [name for name in means if name != winner]
+    if winner in BASELINES:
+        others = [name for name in others if name not in BASELINES] or others
     if winner is None or not others:
         return ""
     best_other = max(others, key=lambda name: means[name])
     lead = means[winner] - means[best_other]
     interval = _describe_interval(study, winner, best_other, len(columns))
     position = "above" if lead >= 0 else "below"
-    return f" In the mean of the columns it is {abs(lead):.1f} points {position} {titles[best_other]}{interval}."
+    subject = winner_title if winner in BASELINES else "it"
+    return f" In the mean of the columns {subject} is {abs(lead):.1f} points {position} {titles[best_other]}{interval}."
 
 
 def _means_over_columns(columns: Sequence[Sequence[FinalAccuracy]]) -> dict[str, float]:

@@ -1,3 +1,4 @@
+/* global calibrationChart */
 import { announce, answer, ask, askCaptions, byId, choices, count, fullName, html, keys, keysOf, notice, percent, shortName, takeOver } from "./common.js";
 import { Look, tools } from "./look.js";
 import { Wall } from "./wall.js";
@@ -185,33 +186,9 @@ function only(t, p, classes) {
   wall.focus(0);
 }
 
-const svg = (tag, attributes, ...children) => {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-};
-
 function calibration({ reliability }) {
-  const [left, top, side] = [44, 10, 300];
-  const x = (share) => left + share * side;
-  const y = (share) => top + (1 - share) * side;
-  const root = svg("svg", { viewBox: `0 0 ${left + side + 28} ${top + side + 40}`, role: "img", "aria-label": `Share of correct predictions, by probability: ${reliability.filter((each) => each.images).map((each) => `${percent(each.confidence)} confident, ${percent(each.accuracy)} right, ${each.images} images`).join("; ")}` });
-  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-    root.append(svg("line", { class: "rule", x1: left, x2: x(1), y1: y(share), y2: y(share) }));
-    root.append(svg("text", { x: left - 6, y: y(share) + 4, "text-anchor": "end" }, percent(share)));
-    root.append(svg("text", { x: x(share), y: y(0) + 16, "text-anchor": "middle" }, percent(share)));
-  }
-  const most = Math.max(...reliability.map((each) => each.images));
-  for (const each of reliability.filter(({ images }) => images)) {
-    const wide = (each.to - each.above) * side - 2;
-    const bar = svg("rect", { class: "bar", x: x(each.above) + 1, width: wide, y: y(each.accuracy), height: Math.max(1, y(0) - y(each.accuracy)), "fill-opacity": 0.35 + (0.65 * each.images) / most });
-    bar.append(svg("title", {}, `${each.images} images, ${percent(each.confidence, 1)} confident on average, ${percent(each.accuracy, 1)} right`));
-    root.append(bar);
-  }
-  root.append(svg("line", { class: "ideal", x1: x(0), y1: y(0), x2: x(1), y2: y(1) }));
-  root.append(svg("text", { x: x(0.5), y: y(0) + 34, "text-anchor": "middle" }, "probability; stronger color: more images"));
-  return root;
+  const width = Math.min(460, Math.max(280, byId("calibration").clientWidth));
+  return calibrationChart(width, { bins: reliability, title: "Share of correct predictions, by probability" });
 }
 
 function view(to) {

@@ -177,7 +177,7 @@ function chosen(host, name, study, group, holders) {
   const found = () => {
     const line = holders[current];
     const title = `${TITLES[name]}, ${titles[current]}`;
-    if (name === "prior") return { title, looks: priorSets(line.prior).map(({ look }) => ({ ...look, dashes: "0 99" })), rows: classRows(priorSets(line.prior), group.classes) };
+    if (name === "prior") return { title, looks: priorSets(line.prior).map(({ look }) => ({ ...look, dashes: null })), rows: classRows(priorSets(line.prior), group.classes) };
     return { title, looks: [], rows: confusionRows(line.confusion, group.classes) };
   };
   const redraw = place(host, label, study.scale, draw, found, name === "confusion");
@@ -194,7 +194,7 @@ function confusionRows({ matrix, largest }, classes) {
 
 function prior(width, shares, classes, title) {
   const sets = priorSets(shares);
-  const keys = sets.map(({ look }) => html("span", { class: "key" }, sample({ ...look, dashes: "0 99" }), look.title));
+  const keys = sets.map(({ look }) => html("span", { class: "key" }, sample({ ...look, dashes: null }), look.title));
   const chart = classChart(width, { sets, classes, title, yLabel: "class" });
   return html("div", null, html("div", { class: "keys" }, keys), chart);
 }

@@ -1,0 +1,3 @@
+// Dates on axes.
+export const timeFormat = () => String;
+export const utcFormat = timeFormat;
