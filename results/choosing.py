@@ -178,8 +178,8 @@ def report() -> None:
 def _markdown(rows: list[dict[str, Any]], place: str) -> str:
     least = min(row["forward"] for row in rows)
     with_control = any(row["row"] == CONTROL for row in rows)
-    control = " to the control |" if with_control else ""
-    made = f"| method | last % | to labels only |{control} to {FIXMATCH[place]} | forward passes | MB | seeds |\n"
+    control = " minus control |" if with_control else ""
+    made = f"| method | last % | minus labels only |{control} minus {FIXMATCH[place]} | forward passes | MB | seeds |\n"
     made += f"|---|--:|--:|{'--:|' if with_control else ''}--:|--:|--:|--:|\n"
     for row in rows:
         last = spread(row["last"], row["deviation"])

@@ -119,11 +119,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "fedavg": {"title": "FedAvg, labels only"},
     "control": {"title": "control: labels only, all images in batch normalization", "method": "fedavg-control",
                 "options": {"labels": "round"}, **RECEIVED},
-    "control-step": {"title": "control of FedDure and FedMatch with labels of each step", "method": "fedavg-control"},
+    "control-step": {"title": "control for methods with labels of each step (FedDure, FedMatch)", "method": "fedavg-control"},
     "fedavg-fixmatch": {"title": "FixMatch"},
     "fixmatch-received": {"title": "FixMatch, labels of the received model", "method": "fedavg-fixmatch",
                           "options": {"labels": "round"}, **RECEIVED},
-    "fixmatch-received-0.9": {"title": "the same with threshold 0.9", "method": "fedavg-fixmatch",
+    "fixmatch-received-0.9": {"title": "FixMatch, labels of the received model, threshold 0.9", "method": "fedavg-fixmatch",
                               "options": {"labels": "round", "threshold": 0.9}, **RECEIVED},
     "fixmatch-global": {"title": "FixMatch, labels of the received model at each step",
                         "method": "fedavg-fixmatch-global"},
@@ -147,9 +147,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "fedmatch": {"title": "FedMatch"},
     "fedloke": {"title": "FedLoKe", "options": {"ramp_rounds": 20}},
     "fedavg-sl": {"title": "FedAvg, all labels"},
-    "supervised": {"title": "the same network, all images and labels in one place"},
-    "alone": {"title": "each site alone, with its own labels (mean over sites)", "precision": "float32"},
-    "forest": {"title": "random forest, all sites' labels in one place"},
+    "supervised": {"title": "centralized training, all labels"},
+    "alone": {"title": "each site trains separately (mean over sites)", "precision": "float32"},
+    "forest": {"title": "random forest, labels of all sites pooled"},
 }  # fmt: skip
 
 
@@ -183,16 +183,16 @@ PICTURED = (("digits, IID labels", "last"), ("digits, IID labels, kept optimizer
             ("pneumonia_mnist", "last"), ("pneumonia_mnist", "auc"))  # fmt: skip
 """The tables that are drawn and told in short; the others are older recipes, or say the same of other images."""
 
-LABELS = {"iid-dir": "evenly", "dir-dir": "unevenly", "iid-iid": "evenly, as all images",
+LABELS = {"iid-dir": "evenly", "dir-dir": "unevenly", "iid-iid": "evenly, like all images",
           "pneumonia_mnist, 80 labels": "evenly, 80 in all",
-          "digits, IID labels, kept optimizer": "evenly; optimizer kept",
-          "digits, kept optimizer": "unevenly; optimizer kept"}  # fmt: skip
-"""How labels lie, in words: by the setting, or by the recipe where that says more."""
+          "digits, IID labels, kept optimizer": "evenly, keep_optimizer",
+          "digits, kept optimizer": "unevenly, keep_optimizer"}  # fmt: skip
+"""How labels are distributed, in words: by the setting, or by the recipe where that is more precise."""
 SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global", "fixmatch-debiased"),
          "soft labels": ("soft", "soft-step", "soft-step-debiased"),
          "FedDure": ("feddure-received", "feddure-step", "feddure-debiased"),
-         "all labels": ("fedavg-sl",), "in one place": ("supervised",)}  # fmt: skip
-"""The columns of the table in short, each the first of these rows that was played."""
+         "all labels": ("fedavg-sl",), "centralized": ("supervised",)}  # fmt: skip
+"""The columns of the table in short, each the first of these methods that was run."""
 
 WITH_THRESHOLD = ("fixmatch-received", "fixmatch-global", "fixmatch-debiased", "feddb", "fixmatch-feddpl")
 """The rows that take `THRESHOLD`."""
@@ -458,9 +458,9 @@ def _markdown(rows: list[dict[str, Any]], head: str) -> str:
         "method": [row["title"] for row in rows],
         head: [spread(row["last"], row["deviation"]) for row in rows],
         "chosen %": ["" if row["chosen"] is None else f"{row['chosen']:.1f}" for row in rows],
-        "to labels only, points (95 %)": [_gain(row) for row in rows],
-        "to the control, points (95 %)": [_gain_over_control(row) for row in rows],
-        "share of the way": ["" if row.get("share") is None else f"{row['share']:.0%}" for row in rows],
+        "minus labels only, points (95 %)": [_gain(row) for row in rows],
+        "minus control, points (95 %)": [_gain_over_control(row) for row in rows],
+        "share of the gap": ["" if row.get("share") is None else f"{row['share']:.0%}" for row in rows],
         "seeds": [str(row["seeds"]) for row in rows],
     }
     return _columns({name: cells for name, cells in columns.items() if any(cells)})
@@ -474,7 +474,7 @@ def _short(
     for which in told:
         data, key = which
         rows = {row["row"]: row for row in found[which]}
-        line = dict(zip(("data set", "labels lie", "images"), _place(data, key), strict=True))
+        line = dict(zip(("data set", "labels", "images"), _place(data, key), strict=True))
         line |= {"splits": str(rows[FLOOR]["seeds"])}
         line["labels only, %"] = f"{rows[FLOOR]['last']:.1f}"
         line["control"] = _gain(rows[CONTROL]) if CONTROL in rows else ""
@@ -492,7 +492,7 @@ def _short(
 
 
 def _place(data: str, key: str) -> tuple[str, str, str]:
-    """Return in words the data set, how its labels lie, and the images on which is judged."""
+    """Return the data set, how its labels are distributed, and the images that are evaluated."""
     lie = LABELS.get(data) or LABELS[{**SHARED, **SETS[data]}["setting"]]
     return SETS[data].get("data", data), lie, MEASURES[key].images
 
@@ -552,10 +552,12 @@ def _draw(found: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
         axis.set_yticks(range(len(rows)), [row["title"] for row in reversed(rows)])
         axis.set_ylim(-0.6, len(rows) - 0.4)
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_title(f"{data}: labels dealt {labels}, {images} images", loc="right", fontsize=10, fontweight="bold")
+        axis.set_title(
+            f"{data}: labels distributed {labels}, {images} images", loc="right", fontsize=10, fontweight="bold"
+        )
         axis.grid(axis="x", alpha=0.3)
     figure.supxlabel(
-        "points above FedAvg on labels alone: mean over seeds and 95 % interval\n"
+        "points above FedAvg on labels only: mean over seeds and 95 % interval\n"
         "blue: a method whose interval is above zero; orange: another; gray: for comparison",
         fontsize=9,
     )

@@ -66,7 +66,7 @@ def report() -> None:
     for line in records.read_lines(LINES):
         cell = found.setdefault(tuple(line[name] for name in CELL), {})
         cell.setdefault(line["method"], {})[line["seed"]] = 100 * line["accuracy"]["last"]
-    table = "| steps a visit | rate | width | method | last % | to labels only, points (95 %) | seeds |\n"
+    table = "| steps a round | rate | width | method | last % | minus labels only, points (95 %) | seeds |\n"
     table += "|--:|---|--:|---|--:|--:|--:|\n"
     for (width, _, steps, schedule), methods in sorted(found.items(), key=lambda each: (each[0][3], each[0])):
         for method, ends in methods.items():

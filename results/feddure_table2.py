@@ -149,7 +149,7 @@ def make_table(data: str, lines: Sequence[dict[str, str]]) -> list[str]:
             scores.setdefault(line["row"], {})[int(line["seed"])] = float(line["accuracy"])
     if not scores:
         return []
-    text = [f"## {SET_TITLES[data]}", "", "| | test accuracy, % | minus control | minus FedDure | seeds |"]
+    text = [f"## {SET_TITLES[data]}", "", "| variant | test accuracy, % | minus control | minus FedDure | seeds |"]
     text.append("|---|--:|--:|--:|--:|")
     for row in (name for name in ROWS if name in scores):
         cells = [ROWS[row][0]]

@@ -84,8 +84,8 @@ def report() -> None:
     found = records.read_lines(LINES)
     floor = {line["seed"]: line["held"] for line in found if line["row"] == "fedavg"}
     base = {line["seed"]: line["held"] for line in found if line["row"] == "feddure-received" and not line["options"]}
-    names = ["trial", "accuracy %", "to labels only", "to FedDure (seed by seed)", "m, round 1", "m, late"]
-    names += ["mean logit, late", "pseudo-labels right %"]
+    names = ["trial", "accuracy %", "minus labels only", "minus FedDure (seed by seed)", "m, round 1", "m, late"]
+    names += ["mean logit, late", "correct pseudo-labels %"]
     head = f"| {' | '.join(names)} |\n|---|{'--:|' * (len(names) - 1)}\n"
     rows = []
     for row, options in TRIALS:

@@ -90,13 +90,13 @@ def main() -> None:
 
 def format_page(figures: dict[str, Any]) -> str:
     lines = [
-        "# Given weights in a federation: all layers, or only the head",
+        "# Training from given weights in a federation: all layers, or only the head",
         "",
         "    python results/finetuning.py DATA",
         "",
-        "Chest X-rays (PneumoniaMNIST, 28x28, 2 classes), 20 clients, 5 a round, Dirichlet 0.5, 5 labels of each class",
+        "Setup: chest X-rays (PneumoniaMNIST, 28x28, 2 classes), 20 clients, 5 a round, Dirichlet 0.5, 5 labels of each class",
         "and client on average, FixMatch, 40 rounds of 6 steps, small network of width 16. The weights come from",
-        f"Fashion-MNIST ({figures['first']:.2f} % there); no X-ray was seen before. Test accuracy (%) of the last round;",
+        f"Fashion-MNIST ({figures['first']:.2f} % there); no X-ray was used to train them. Test accuracy (%) of the last round;",
         "mean and standard deviation of seeds 0, 1 and 2, which are those of training and split. Rates: the better of",
         "0.008 and 0.002 on validation images of seed 100.",
         "",
