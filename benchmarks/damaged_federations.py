@@ -11,6 +11,7 @@ ends this script with an error.
 
 import argparse
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -127,10 +128,11 @@ def main() -> None:
                 rows.append(f"| {folder} | {damage} | {sum(counts)} | " + " | ".join(map(str, counts)) + " |")
     print("\n".join(rows))
     if options.out:
-        head = f"# Damaged federations\n\n    python benchmarks/damaged_federations.py --trials {options.trials}\n\n"
-        # Keep the text below the table.
-        _, _, below = (options.out.read_text() if options.out.exists() else "").partition("|\n\n")
-        options.out.write_text(head + "\n".join(rows) + "\n" + (f"\n{below}" if below else ""))
+        table = "\n".join(rows) + "\n"
+        command = f"python benchmarks/damaged_federations.py --trials {options.trials}"
+        page = options.out.read_text() if options.out.exists() else f"# Damaged federations\n\n    {command}\n\n|\n"
+        # Keep the text around the table.
+        options.out.write_text(re.sub(r"(?:^\|.*\n)+", lambda _: table, page, count=1, flags=re.MULTILINE))
 
 
 if __name__ == "__main__":

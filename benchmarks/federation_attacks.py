@@ -2,7 +2,7 @@
 
     python benchmarks/federation_attacks.py [--only NAME ...] [--out results/federation_attacks]
 
-Three sites with digits and a server train four rounds, and an attack happens meanwhile. Writes a table (.md) and all
+Three sites with digits and a server train five rounds, and an attack happens meanwhile. Writes a table (.md) and all
 measurements (.json.gz); with --only the other rows remain unchanged. The attacks are those of
 `tests/support/attackers.py`, of which `tests/federation/test_attacks.py` runs most at once. Only Linux, with nginx.
 """
@@ -52,7 +52,7 @@ class AttackOutcome:
 
     what: str
     said: list[tuple[str, str]]
-    read_log: list[str]
+    log: list[str]
     rounds: int
     weights: str
     together: int  # attacks in the run
@@ -101,7 +101,7 @@ WHERE = {"serve.log": "serve.log", "nginx": "nginx's access.log", "caller": "the
 
 def table(outcomes: dict[str, AttackOutcome]) -> str:
     """Format the table of all attacks."""
-    lines = ["| attack | refused with (and the log) | rounds | weights |", "|---|---|---|---|"]
+    lines = ["| attack | message of the refusal (log) | rounds | weights |", "|---|---|---|---|"]
     undisturbed = outcomes.get(UNDISTURBED)
     for name, each in outcomes.items():
         if name == UNDISTURBED or undisturbed is None:
@@ -110,46 +110,58 @@ def table(outcomes: dict[str, AttackOutcome]) -> str:
         message = shorten(message, 90, placeholder=" ...").replace("|", "\\|")
         log = WHERE.get(where, "the log of that site")
         same = "equal" if each.weights == undisturbed.weights else "OTHERS"
-        lines.append(f"| {each.what} | `{message}` ({log}) | {each.rounds} of {RUN_OPTIONS['rounds']} | {same} |")
+        lines.append(
+            f"| {RUNS[name].description} | `{message}` ({log}) | {each.rounds} of {RUN_OPTIONS['rounds']} | {same} |"
+        )
     return "\n".join(lines)
 
 
 RULED = ", ".join(f"{key} = {value}" for key, value in FEDERATION_OPTIONS.items())
-NOTES = f"""Three sites with digits (`halfmoon {" ".join(EXPORT_COMMAND)}`) with a key each,
-`halfmoon serve --access`, and nginx with the configuration of `halfmoon federation init` in front of it; everything on
-one machine, over TLS.
-{RUN_OPTIONS["rounds"]} rounds of FedAvg with {RULED}: a round without a usable answer of each site is
-played again. An attack begins when round 1 is over; the run ends by itself.
+NOTES = f"""## Setup
 
-- "Weights": the SHA-256 of `model.safetensors` beside that of the run that nobody attacks, `WEIGHTS`.
-- "The log of that site": what `halfmoon site join` shows the attacker, and writes into its join.log (what begins with
-  `halfmoon:` it only shows). Whom Flower turns away because of a key does not stand in serve.log; the run's
-  flower/superlink.log has a line for each, with the key.
-- The site whose answers attack is one of the three, with its key; its program is halfmoon's, spoiled by
-  `tests/support/attacking/sitecustomize.py`. It is honest when it is asked again: otherwise the weights could not be
-  compared.
-- Every pickle would create a file where somebody unpickled it. None was created.
-- A table cell has the first words; federation_attacks.json.gz has all of them, and the other places where they stand.
-- The last round waits until the attack has been refused (one of the sites holds its answer back).
-- TOGETHER
-- The sites join anew for each run, with the same folders.
+Three sites with digits (`halfmoon {" ".join(EXPORT_COMMAND)}`), each with a registered key, train
+{RUN_OPTIONS["rounds"]} rounds of FedAvg. The server is `halfmoon serve --access` behind nginx, with the configuration that
+`halfmoon federation init` writes. All run on one machine, over TLS. The options are {RULED}: the server repeats a
+round in which a site sends no usable reply. An attack starts after round 1.
+
+TOGETHER The last round waits until the attack has been refused: one site delays its reply. The
+sites connect again for each run, with the same folders.
+
+## How to read the table
+
+- "Weights" compares the SHA-256 of `model.safetensors` with that of the run without attacks, `WEIGHTS`.
+- "The log of that site" is the output of `halfmoon site join`, which the attacker sees and which is also written to `join.log`.
+  Lines that start with `halfmoon:` are only printed. If Flower rejects a key, `serve.log` has no line about it, but
+  `flower/superlink.log` in the run folder has one, with the key.
+- The site whose replies attack is one of the three, with its registered key. It runs halfmoon with the changes of
+  `tests/support/attacking/sitecustomize.py`. When the server repeats the request, it replies honestly, because the weights
+  could not be compared otherwise.
+- Every pickle creates a file when it is loaded. No such file was created.
+- The table shortens the messages. `federation_attacks.json.gz` has them in full, and all logs in which they appear.
 """
 
 
 def format_page(record: dict[str, Any], outcomes: dict[str, AttackOutcome]) -> str:
     """Return the page of results."""
-    held = record["machine"]
+    used = record["machine"]
     undisturbed = outcomes.get(UNDISTURBED)
-    most = max((each.together for each in outcomes.values()), default=1)
-    together = "Each attack had a run of its own." if most == 1 else f"{most} attacks were played at once, in one run."
-    return f"""# What attacks on a federation come to
+    largest = max((each.together for each in outcomes.values()), default=1)
+    together = f"All {largest} attacks ran at once, in one run." if largest > 1 else "Each attack had a separate run."
+    attacked = [each for name, each in outcomes.items() if name != UNDISTURBED]
+    equal = sum(undisturbed is not None and each.weights == undisturbed.weights for each in attacked)
+    weights = "The final model has the same bytes as without an attack."
+    if equal < len(attacked):
+        weights = f"In {equal} cases the final model has the same bytes as without an attack."
+    return f"""# Attacks on a running federation
+
+The server, the proxy or the site refused all {len(attacked)} attacks, and a log reports each. {weights}
 
     {record["command"]}
 
 {table(outcomes)}
 
-{held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python {held["python"]},
-torch {held["torch"]}, Flower {held["flwr"]}, halfmoon {held["halfmoon"]}, {record["nginx"]}.
+{used["cores"]} cores of an {used["cpu"]}, shared with other work (load {used["load"][0]}); Python {used["python"]},
+torch {used["torch"]}, Flower {used["flwr"]}, halfmoon {used["halfmoon"]}, {record["nginx"]}. The messages are those of this version.
 
 {NOTES.replace("WEIGHTS", undisturbed.weights[:16] if undisturbed else "none").replace("TOGETHER", together)}"""
 

@@ -282,15 +282,22 @@ def format_page(record: dict[str, Any], all_counts: list[TargetCounts]) -> str:
     missing = [f"`{each.name}`" for each in TARGETS if each.name not in {t.target for t in all_counts}]
     note += f" Not run: {', '.join(missing)}." if missing else ""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    faulty = sum(bool(t.findings) for t in all_counts)
     return f"""# Fuzzing
 
-`{record["command"]}`, on {record["machine"]}, Python {record["python"]}, {versions}.
+Fuzzing found faults in {faulty} of {len(all_counts)} readers of foreign files and messages. All of them are repaired, and the
+smallest input of each is now a test (`tests/corpus`).
 
-Every reader of foreign files and messages, with inputs that are generated from the structure of valid ones or mutated from
-them (hypothesis), and inputs that are searched for ({search}, from valid ones). An
-input has to work or to be refused with one sentence, within 10 s of processor time and 1 GiB of memory; a refusal has
-to leave the folder as it was. "Found" lists everything else, and how often: it is repaired, and
-its smallest input is a test (`tests/corpus`). Targets were run one by one, on the version of that moment. {note}
+    {record["command"]}
+
+On {record["machine"]}, Python {record["python"]}, {versions}.
+
+hypothesis generates inputs from the structure of valid ones, or mutates valid ones ("drawn"). The other inputs come from a
+search that starts with valid ones ("searched": {search}). A reader has to accept an input ("worked") or to
+refuse it with one sentence, within 10 s of processor time and 1 GiB of memory. A refusal must not change the folder.
+"Found" lists everything else, and how often it occurred. Each target ran separately, on the development version of its time,
+to which the lines in this column belong.
+{note}
 
 | target | what reads it | drawn | searched | worked | refused | seconds | found |
 |---|---|---:|---:|---:|---:|---:|---|

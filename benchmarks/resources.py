@@ -91,7 +91,7 @@ def time_command(checkout: Path, arguments: list[str], exit_code: int) -> tuple[
 def measure_start(options: argparse.Namespace) -> None:
     """Print the times of both commands."""
     checkouts = [ROOT, *([] if options.against is None else [options.against])]
-    print("| | processor, s | wall clock, s | the other's processor, s | times |\n|---|---|---|---|---|")
+    print("| | processor, s | wall clock, s | the other's processor, s | ratio |\n|---|---|---|---|---|")
     for name, (arguments, exit_code) in START_COMMANDS.items():
         turns = [[time_command(each, arguments, exit_code) for each in checkouts] for _ in range(options.turns)]
         this = [turn[0] for turn in turns]
@@ -279,7 +279,7 @@ def measure_model(options: argparse.Namespace) -> None:
     if options.plain:
         run_plain_loop(options.methods[0], options.width, options.plain)
         return
-    print("| method | plain, MB | halfmoon, MB | times | processor, times | files of plain, MB | run folder, MB |")
+    print("| method | plain, MB | halfmoon, MB | ratio | processor time, ratio | files of plain, MB | run folder, MB |")
     print("|---|---|---|---|---|---|---|")
     for method in options.methods:
         turns: list[tuple[ProcessCost, ProcessCost]] = []

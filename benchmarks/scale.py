@@ -281,6 +281,18 @@ def run_in_process(command: str, **options: str | int) -> dict[str, Any]:
     return json.loads(output.stdout)
 
 
+FIGURES = {
+    "round_1e2_ms": "a round with 100 registered clients, ms",
+    "round_1e6_ms": "a round with 1,000,000 registered clients, ms",
+    "round_1e6_over_1e2": "ratio of both",
+    "split_1e6_s": "a split of 1,000,000 clients, s",
+    "peak_1e6_mib": "peak memory of the process with 1,000,000 clients, MiB",
+    "upload_models_held": "models that FedAvg has in memory at once",
+    "memories_1e5_over_1e2": "a round's client memories after 100,000 clients, relative to after 100",
+}
+"""Descriptions for the table."""
+
+
 def print_all(rounds: int) -> None:
     """Run the four measurements, and print the table."""
     figures = run_in_process("registered", rounds=rounds)
@@ -294,7 +306,7 @@ def print_all(rounds: int) -> None:
     figures["memories_1e5_over_1e2"] = memories["ratio"]
     print("| what | measured |\n|---|---|")
     for name, value in figures.items():
-        print(f"| {name} | {value:,.2f} |")
+        print(f"| {FIGURES[name]} | {value:,.2f} |")
     for (method, cohort), found in uploads.items():
         grown = (found["peak_mib"] - found["before_mib"]) / found["model_mib"]
         text = f"{found['held']} models of {found['model_mib']:.1f} MiB; the process grows by {grown:.1f} models"

@@ -18,6 +18,7 @@ import argparse
 import csv
 import io
 import json
+import re
 import statistics
 import tempfile
 import time
@@ -190,19 +191,24 @@ def format_accuracies(values: list[float | None]) -> str:
 def measure_counts(options: argparse.Namespace) -> None:
     """Run all cells, and write the page after each row."""
     head = [
-        "# False counts", "", "    python results/robust.py false-counts --seeds " + " ".join(map(str, options.seeds)), "",
-        f"Test accuracy in percent, mean ± standard deviation over {len(options.seeds)} seeds (with three, differences of a",
-        "few points mean nothing): FedAvg + FixMatch on the embedded digits, ten clients of which one is hostile, ten",
-        "short rounds. `false-counts` reports 10^6 times its images; `sign-flip-false-counts` also flips the sign of its",
-        f"update. `weight_cap` {FACTOR:g} is the default of `halfmoon serve`; 0 is no cap.", "",
+        "# False counts", "",
+        "A client that reports a false number of images dominates a mean unless weights are capped. The table compares every",
+        "rule of aggregation without a cap and with the cap that a server has by default.", "",
+        "    python results/robust.py false-counts --seeds " + " ".join(map(str, options.seeds)), "",
+        "FedAvg + FixMatch on the embedded digits, ten clients of which one is hostile, ten short rounds. `false-counts`",
+        "reports 10^6 times its images; `sign-flip-false-counts` also flips the sign of its update. `weight_cap`",
+        f"{FACTOR:g} is the default of `halfmoon serve`; 0 is no cap. Cells are test accuracy in percent, mean ± standard",
+        f"deviation over {len(options.seeds)} seeds. With three, differences of a few points mean nothing.", "",
         "| aggregation | weight_cap | " + " | ".join(COUNT_ATTACKS) + " |", "| --- | --- |" + " --- |" * len(COUNT_ATTACKS),
     ]  # fmt: skip
+    page = options.out.read_text() if options.out.exists() else ""
+    *_, below = re.split(r"^\|.*\n", page, flags=re.MULTILINE)  # the conclusions, which are written by hand
     rows: list[str] = []
     for rule in RULES:
         for cap in (0.0, FACTOR):
             results = [[run_counts(seed, attack, rule, cap) for seed in options.seeds] for attack in COUNT_ATTACKS]
             rows.append(f"| `{rule}` | {cap:g} | " + " | ".join(map(format_accuracies, results)) + " |")
-            options.out.write_text("\n".join([*head, *rows]) + "\n")
+            options.out.write_text("\n".join([*head, *rows]) + "\n" + below)
             print(rows[-1], flush=True)
 
 

@@ -460,38 +460,38 @@ WRONG_NAME = "the site with the key of mallory calls itself 'site-01': it does n
 KEY_REFUSED = "the connection ended: the server does not let this site's key in"
 UNTRUSTED = "the certificate of .* is not to be trusted"
 ATTACKS: dict[str, Attack] = {
-    "unknown-key": Attack("a site with a key that nobody registered", (("stranger", KEY_REFUSED),), join_with_unknown_key),
+    "unknown-key": Attack("a site with an unregistered key", (("stranger", KEY_REFUSED),), join_with_unknown_key),
     "no-key": Attack("a site without a key", (("keyless", "the server wants sites with a key"),), join_without_key),
     "wrong-ca": Attack(
-        "a site with the certificate of another authority", (("wrong-ca", UNTRUSTED),), join_with_wrong_authority
+        "a site that trusts another certificate authority", (("wrong-ca", UNTRUSTED),), join_with_wrong_authority
     ),
-    "expired": Attack("a server whose certificate has run out", (("expired", f"{UNTRUSTED}.*expired"),), join_expired_server),
+    "expired": Attack("a server with an expired certificate", (("expired", f"{UNTRUSTED}.*expired"),), join_expired_server),
     "other-host": Attack(
-        "a server that is called by a name which its certificate does not have",
+        "a server at an address that its certificate does not contain",
         (("other-host", f"{UNTRUSTED}.*mismatch"),), join_by_other_address,
     ),
-    "same-key": Attack("a second process with the key of a site that takes part", (("twice", KEY_REFUSED),), join_twice),
-    "insecure": Attack("a site that speaks plain text", (("insecure", "speaks TLS only"),), join_without_tls),
-    "plain": Attack("plain HTTP by hand", (("caller", "plain: HTTP/1.1 400"), ("nginx", ' 400 "')), send_plain_http),
+    "same-key": Attack("a second process with the key of a connected site", (("twice", KEY_REFUSED),), join_twice),
+    "insecure": Attack("a site that connects without TLS", (("insecure", "speaks TLS only"),), join_without_tls),
+    "plain": Attack("a plain HTTP request to the TLS port", (("caller", "plain: HTTP/1.1 400"), ("nginx", ' 400 "')), send_plain_http),
     "control": Attack(
-        "calls of Flower's Control API (list runs, start one, register a node), straight and by detours",
+        "calls of Flower's Control API (list runs, start a run, register a node), also by disguised paths",
         (("nginx", ' 403 "POST /v1/control/start-run'), ("caller", "403 /v1/control/register-node")), call_control_api,
     ),
     "runtime": Attack(
-        "calls of Flower's Runtime API, and of its own pages",
+        "calls of Flower's Runtime API and of its documentation page",
         (("nginx", ' 403 "POST /v1/runtime/'), ("caller", "403 /docs")), call_runtime_api,
     ),
     "self-registration": Attack(
-        "a node that registers itself",
+        "a node that registers a new key",
         (("nginx", ' 412 "POST /v1/fleet/register-node'), ("caller", "must be registered")), register_node,
     ),
     "others-messages": Attack(
-        "a site with a key that asks for the messages of another",
+        "a registered site that requests the messages of another site",
         (("nginx", ' 401 "POST /v1/fleet/pull-messages'), ("caller", "Invalid SuperNode authentication")),
         pull_messages_of_another_site,
     ),
     "removed": Attack(
-        "a site with a key that takes the name of another; then its key is removed, and it tries to come back",
+        "a registered site under the name of another; then its key is removed, and it reconnects",
         (
             ("serve.log", WRONG_NAME),
             ("serve.log", "mallory may not come in any more: its key is removed"),
@@ -500,26 +500,26 @@ ATTACKS: dict[str, Attack] = {
         use_and_remove_key,
     ),
     "oversized-body": Attack(
-        "a body of 20 MB, straight at the proxy", (("nginx", ' 413 "POST /v1/fleet/push-object'),), send_oversized_body
+        "a body of 20 MB, sent to the proxy", (("nginx", ' 413 "POST /v1/fleet/push-object'),), send_oversized_body
     ),
     "malformed-body": Attack(
-        "a pickle, or bytes without a meaning, in place of a message of Flower",
+        "a pickle, or random bytes, in place of a message of Flower",
         (("nginx", ' 4.. "POST /v1/fleet/push-messages'),), send_malformed_bodies,
     ),
     "replay": Attack(
-        "a site that answers with its answer of the round before",
+        "a site that sends its reply of the previous round",
         (("serve.log", "refused in round 2: the answer of site-02: it answers round 1"),), site_attack="replay:1",
     ),
     "pickle": Attack(
-        "a site that answers with a pickle", (("serve.log", "refused in round 3: the answer of site-02: a message"),),
+        "a site that replies with a pickle", (("serve.log", "refused in round 3: the answer of site-02: a message"),),
         site_attack="pickle:2",
     ),
     "garbage": Attack(
-        "a site that answers with bytes without a meaning",
+        "a site that replies with random bytes",
         (("serve.log", "refused in round 1: the answer of site-02: a message"),), site_attack="garbage:0",
     ),
     "large": Attack(
-        "a site that answers with 300 MB",
+        "a site that replies with 300 MB",
         (("serve.log", "refused in round 4: the answer of site-02: "),), site_attack="large:3",
     ),
 }  # fmt: skip

@@ -1139,11 +1139,11 @@ TARGETS = (
         generate=split_files,
         tokens=(b"PAR1", b"halfmoon", b"images", b"clients"),
     ),
-    make_run_file_target("metrics.jsonl", report_run, "`halfmoon report`: the rows of a run", lines=True),
-    make_run_file_target("timings.jsonl", report_run, "`halfmoon report`: the seconds of a run", lines=True),
+    make_run_file_target("metrics.jsonl", report_run, "`halfmoon report`: the metrics of a run", lines=True),
+    make_run_file_target("timings.jsonl", report_run, "`halfmoon report`: the timings of a run", lines=True),
     make_run_file_target("summary.json", resume_and_report, "`halfmoon report`, `resume`: the summary of a run"),
-    make_run_file_target("split.json", report_run, "`halfmoon report`: who holds what"),
-    make_run_file_target("run.json", resume_and_report, "`halfmoon report`, `resume`: the head of a run"),
+    make_run_file_target("split.json", report_run, "`halfmoon report`: the split of a run"),
+    make_run_file_target("run.json", resume_and_report, "`halfmoon report`, `resume`: the metadata of a run"),
     make_target(
         name="run-config.toml",
         description="`halfmoon report`: the configuration of a run",
@@ -1189,7 +1189,7 @@ TARGETS = (
     ),
     make_target(
         name="member",
-        description="a site's answer to a message",
+        description="a site's reply to a message",
         make_folder=make_client_folder,
         seeds=list_requests,
         read=reply_as_client,
@@ -1199,7 +1199,7 @@ TARGETS = (
     ),
     make_target(
         name="reply",
-        description="a server's judgement of a site's reply",
+        description="a server's check of a site's reply",
         make_folder=make_single_file_folder("message"),
         seeds=list_replies,
         read=read_reply_as_server,
