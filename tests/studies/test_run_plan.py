@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -348,7 +349,7 @@ def test_without_a_decision_the_way_to_one_is_said(
     contents = scan_folder(tmp_path / "photos")
     assert contents is not None
     result = replace(make_plan({"data": "photos", "resize": 8, "network": "small", "width": 4}, contents), heads=heads)
-    print_plan_result(result, PlanResult([], None, None), tmp_path, as_json=False)
+    print_plan_result(result, Namespace(json=False), tmp_path, PlanResult([], None, None))
     assert message in capsys.readouterr().out
 
 

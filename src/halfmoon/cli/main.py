@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
@@ -30,7 +30,6 @@ from halfmoon.core.versions import installed_version
 if TYPE_CHECKING:
     from halfmoon.runs.runner import Callback, RunResult
     from halfmoon.studies.plan import Plan
-    from halfmoon.studies.run_plan import PlanResult
 
 Result = TypeVar("Result")
 
@@ -183,7 +182,8 @@ def _run_command_line(arguments: list[str]) -> int:
     if args.command is None:
         raise UserError(f"no command is given: {suggest('', commands)}")
     args.words = arguments  # commands print or record how they were called
-    return base.run_command(args, args.do)
+    with base.apply_unchecked_flag(args):
+        return args.do(args)
 
 
 def _refuse_removed_command(arguments: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
@@ -286,10 +286,16 @@ def _run(args: argparse.Namespace) -> int:
     if args.sites:
         return _rehearse_sites(args, file_options, flags, file)
     studies.refuse_federation(args.config, file_options, flags)
-    if (plan := studies.make_plan(args, flags)) is not None:
+    plan = studies.make_plan(args, flags)
+    if plan is not None:
         if args.explain:
             return _print_explanation(args, plan.config, {"flag": flags}, "plan of the folder")
-        return _run_plan(args, plan)
+        if args.plan or not args.json:
+            studies.print_plan(plan, args.json)
+        if args.plan:
+            return 0
+        folder = plan.config.run_dir or settings.next_free_folder(plan.config, plan.config.method)
+        return _train_plan(args, plan, folder)
     # A file or a method describes the experiment; without both, the recipe does.
     if args.config is None and not {"method", "baselines"} & flags.keys():
         flags_and_recipe = _main_job(flags)
@@ -351,16 +357,6 @@ def _rehearse_sites(
     return _train(args, root, run, studies.print_rehearsal, how_to_resume="run the same command again to continue.")
 
 
-def _run_plan(args: argparse.Namespace, plan: Plan) -> int:
-    """Print the plan of `halfmoon run --data FOLDER`, and run it unless `--plan` is given."""
-    if args.plan or not args.json:
-        studies.print_plan(plan, args.json)
-    if args.plan:
-        return 0
-    folder = plan.config.run_dir or settings.next_free_folder(plan.config, plan.config.method)
-    return _train_plan(args, plan, folder)
-
-
 def _train_plan(args: argparse.Namespace, plan: Plan, folder: Path, resume: bool = False) -> int:
     """Run the steps of a plan with a progress display, and print the results; return the exit code.
 
@@ -372,16 +368,11 @@ def _train_plan(args: argparse.Namespace, plan: Plan, folder: Path, resume: bool
     """
     from halfmoon.studies.run_plan import run_plan
 
-    def print_result(args: argparse.Namespace, folder: Path, result: PlanResult) -> None:
-        if result.outcome is not None:
-            base.print_run_result(result.outcome, args.json, args.wide, result.decision, result.trial)
-        studies.print_plan_result(plan, result, folder, args.json)
-
     return _train(
         args,
         folder,
         lambda callback: run_plan(plan, folder, callback, resume),
-        print_result,
+        partial(studies.print_plan_result, plan),
         rows=plan.runs,
         seconds_after_runs=plan.seconds_after_runs,
     )

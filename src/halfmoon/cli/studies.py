@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import print_json, print_table, print_text
+from halfmoon.cli.commands.base import print_json, print_run_result, print_table, print_text
 from halfmoon.config import preset
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
@@ -113,19 +113,21 @@ def print_plan(plan: Plan, as_json: bool) -> None:
     print_table(["step", "minutes"], [*rows, ["in all, about", f"{plan.seconds / 60:.1f}"]])
 
 
-def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool) -> None:
-    """Print the decision whether unlabeled images help, with the accuracies it rests on, and the model to use.
+def print_plan_result(plan: Plan, args: argparse.Namespace, root: Path, result: PlanResult) -> None:
+    """Print the results of a plan: the table of its runs, the decision whether unlabeled images help, the model to use.
 
     Args:
         plan: the plan that was run.
-        result: its results. A site's folder has no `outcome`, the table of results on test images; the decision is None
-            where there was too little to compare.
+        args: the parsed command line; with `--json` all is printed as one JSON object.
         root: the run folder.
-        as_json: print JSON. With an `outcome` nothing is printed: its table, with the decision, was printed before.
+        result: the results. A site's folder has no `outcome`, the table of results on test images; the decision is None
+            where there was too little to compare.
     """
     decision = result.decision
     trial = result.trial
-    if as_json:
+    if result.outcome is not None:
+        print_run_result(result.outcome, args.json, args.wide, decision, trial)
+    if args.json:
         if result.outcome is None:
             decision_json = decision and decision.as_json()
             trial_json = trial and trial.as_json()

@@ -60,18 +60,26 @@ TIMED_STEPS = 5
 """Steps of each client in the trial that chooses between loop and vmap on a GPU."""
 
 
-def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | None = None) -> RunResult:
+def start(
+    config: Config,
+    watch: Callback = NULL_CALLBACK,
+    shared: Problem | None = None,
+    resume_existing: bool = False,
+) -> RunResult:
     """Train `config.method` and its `baselines` in a new run folder.
 
     Args:
         config: the configuration.
         watch: receives the events of all runs.
         shared: the result of `halfmoon.runs.factory.build_problem` for this configuration, if it is already built.
+        resume_existing: resume the run that `config.run_dir` contains, if it does, instead of raising `UserError`.
 
     Raises:
         UserError: the configuration or the data does not fit; nothing has been written.
         Diverged: a loss is not finite.
     """
+    if resume_existing and config.run_dir is not None and RunFolder.exists(config.run_dir):
+        return resume(config.run_dir, watch, shared=shared)
     watch = isolate_failures(watch)
     check_methods(config)
     for method in (config.method, *config.baselines):

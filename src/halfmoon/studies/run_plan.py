@@ -130,12 +130,19 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
     if plan.contents.site:
         runs = _run_site_methods(config, methods, root, watch, problem)
     else:
-        outcome = _start_or_resume(config, watch, problem)
+        outcome = runner.start(config, watch, problem, resume_existing=True)
         runs = outcome.summaries
-    if plan.heads:
-        decision = _decide_by_heads(plan, problem)
+    # Heads are solved in seconds, so that they are compared without further runs.
+    if plan.heads and plan.contents.site:
+        decision = _cross_validate_heads(plan, problem)
+    elif plan.heads:
+        decision = _compare_label_draws(plan, problem)
+    elif plan.splits < 2:
+        decision = None
+    elif plan.contents.site:
+        decision = _compare_fold_runs(plan, problem, root, watch)
     else:
-        decision = _decide_by_runs(plan, problem, root, runs, watch)
+        decision = _compare_split_runs(plan, problem, root, runs, watch)
     trial = None
     if plan.trial is not None:
         trial = run_trial(plan, problem, plan.preferred_method(decision), root, watch)
@@ -184,25 +191,24 @@ def _run_site_methods(
     return summaries
 
 
-def _decide_by_heads(plan: Plan, problem: Problem) -> Decision | None:
-    """Compare heads that are solved on every split; None where there are fewer than two splits."""
+def _build_pair(plan: Plan) -> tuple[Method, Method]:
+    """Build the two heads of a plan with their default options: with labels only, and with unlabeled images."""
     labels_only, with_unlabeled = (
         factory.build_method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair
     )
-    if plan.contents.site:
-        return _cross_validate_heads(problem, labels_only, with_unlabeled)
-    return _compare_label_draws(plan, problem, labels_only, with_unlabeled)
+    return labels_only, with_unlabeled
 
 
-def _cross_validate_heads(problem: Problem, labels_only: Method, with_unlabeled: Method) -> Decision | None:
+def _cross_validate_heads(plan: Plan, problem: Problem) -> Decision | None:
     """Compare two heads by cross-validation of a site's labeled images; None where no class has two labels."""
+    labels_only, with_unlabeled = _build_pair(plan)
     groups = problem.source.train.groups
     solver = FoldSolver(problem.task, problem.train)
     predictions = predict_folds(solver, labels_only, with_unlabeled, cross_validation_folds(solver.labels, groups))
     return None if predictions is None or not (solver.labels < 0).any() else decide_by_image(predictions)
 
 
-def _compare_label_draws(plan: Plan, problem: Problem, labels_only: Method, with_unlabeled: Method) -> Decision | None:
+def _compare_label_draws(plan: Plan, problem: Problem) -> Decision | None:
     """Compare two heads on several draws of the labels of class folders, whose labels are all known.
 
     Each draw has as many labels of a class as the run. It is tested on the test folders or, without these, on images
@@ -211,8 +217,6 @@ def _compare_label_draws(plan: Plan, problem: Problem, labels_only: Method, with
     Args:
         plan: the plan, whose heads are the last layers of a pretrained network.
         problem: the data, split and task of the run; its images are features.
-        labels_only: the method without unlabeled images, the baseline.
-        with_unlabeled: the method that also uses unlabeled images.
 
     Returns:
         The decision; None where a draw leaves no labels, no unlabeled or no test images.
@@ -220,6 +224,7 @@ def _compare_label_draws(plan: Plan, problem: Problem, labels_only: Method, with
     draws = _redraw_labels(plan, problem)
     if len(draws.splits) < 2 or not all(map(len, draws.splits[0])):
         return None
+    labels_only, with_unlabeled = _build_pair(plan)
     baseline: list[ModelEvaluation] = []
     method: list[ModelEvaluation] = []
     solver = DrawSolver(problem.task, draws.images)
@@ -285,22 +290,14 @@ def _redraw_labels(plan: Plan, problem: Problem) -> _LabelDraws:
     return _LabelDraws(Examples(images, labels), splits, test_train_ratio, test_count)
 
 
-def _decide_by_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row], watch: Callback) -> Decision | None:
-    """Compare runs on other splits, each in its folder below `root`; None where there are fewer than two splits."""
-    if plan.splits < 2:
-        return None
-    if plan.contents.site:
-        return _compare_fold_runs(plan, problem, root, watch)
-    return _compare_split_runs(plan, problem, root, runs, watch)
-
-
 def _compare_fold_runs(plan: Plan, problem: Problem, root: Path, watch: Callback) -> Decision | None:
     """Compare runs on the folds of one cross-validation of a site's labels."""
     train = problem.source.train
     results: list[dict[str, ModelEvaluation]] = []
     for number, fold in enumerate(cross_validation_folds(train.labels, train.groups, repeats=1), start=1):
         config = replace(plan.config, run_dir=root / "splits" / str(number))
-        results.append(_evaluate_runs(_start_or_resume(config, watch, restrict_to_fold(problem, fold)).summaries))
+        outcome = runner.start(config, watch, restrict_to_fold(problem, fold), resume_existing=True)
+        results.append(_evaluate_runs(outcome.summaries))
     return _decide_by_results(plan, results, problem.source.test, 1 / (FOLDS - 1), int((train.labels < 0).sum()))
 
 
@@ -319,7 +316,8 @@ def _compare_split_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row
     for number in range(1, plan.splits):
         config = replace(plan.config, run_dir=root / "splits" / str(number), split_seed=plan.config.split_seed + number)
         split_problem = replace(problem, split=factory.get_split(config, problem.source))
-        results.append(_evaluate_runs(_start_or_resume(config, watch, split_problem).summaries))
+        outcome = runner.start(config, watch, split_problem, resume_existing=True)
+        results.append(_evaluate_runs(outcome.summaries))
     test = problem.source.test
     hidden = int((~problem.split.labeled).sum())
     return _decide_by_results(plan, results, test, len(test) / len(train.labels), hidden)
@@ -353,14 +351,6 @@ def _decide_by_results(
         available=available,
         test_shares=test_counts / test_counts.sum(),
     )
-
-
-def _start_or_resume(config: Config, watch: Callback, problem: Problem) -> RunResult:
-    """Start a run, or resume it if its folder has one."""
-    assert config.run_dir is not None, "every split has its run folder"
-    if RunFolder.exists(config.run_dir):
-        return runner.resume(config.run_dir, watch, shared=problem)
-    return runner.start(config, watch, shared=problem)
 
 
 def _evaluate_runs(rows: Sequence[Row]) -> dict[str, ModelEvaluation]:

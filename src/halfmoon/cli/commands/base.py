@@ -268,15 +268,17 @@ def add_unchecked_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unchecked", action="store_true", help=about)
 
 
-def run_command(args: argparse.Namespace, command: Callable[[argparse.Namespace], int]) -> int:
-    """Run a command and return its exit code; with `--unchecked`, also on folders without checksums."""
+@contextmanager
+def apply_unchecked_flag(args: argparse.Namespace) -> Iterator[None]:
+    """Read files without checksums inside of the block, if the command has `--unchecked` and it is given."""
     if not getattr(args, "unchecked", False):
-        return command(args)
+        yield
+        return
     from halfmoon.storage import integrity
 
     print_warning("files without a checksum are not checked: if they were changed, the results are wrong.")
     with integrity.allow_missing_checksums():
-        return command(args)
+        yield
 
 
 def add_tracker_flag(parser: argparse.ArgumentParser) -> None:
