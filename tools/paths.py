@@ -323,6 +323,7 @@ UPLOAD = (
             "federation.server.calls.SiteCalls.check_replies > federation.protocol.messages.UnparsedMessage.parse_trees",
             "federation.server.connection.SiteReply.load_tree",
             "federation.protocol.messages.Reply.to_result",
+            "federation.server.site_clients._to_device",
             "api.upload_mean.UploadMean.add",
         ),
     ),

@@ -302,7 +302,9 @@ def update_many(
 
 
 def _with_dropout(client_update: ClientUpdate) -> Callable[[Tree, Tree, Batch], tuple[Tree, StepMetrics]]:
-    """Return the step of an update in which the network's dropouts use the key of the batch."""
+    """Return the step of an update in which the network's dropouts, if it has some, use the key of the batch."""
+    if not client_update.task.network.has_dropout:
+        return client_update.step
 
     def step(broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         with dropout_key(batch.mixing.get(KEY)):

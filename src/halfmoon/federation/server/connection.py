@@ -157,21 +157,17 @@ class Connection:
 
         The same if the transport fails in between: the remaining replies are collected by a later call.
         """
-        iterators: list[Iterator[SiteReply]] = []  # the transport's iterator, once it is created
-
-        def next_reply() -> SiteReply | None:
-            # Creating the iterator may fail as well, so it belongs to the attempt to get the first reply.
-            if not iterators:
-                iterators.append(iter(self.transport.collect(message_ids)))
-            return next(iterators[0], None)
-
-        while (reply := self._attempt("collect", next_reply)) is not None:
-            yield reply
+        try:
+            for reply in self.transport.collect(message_ids):
+                self._record_success("collect")
+                yield reply
+        except ConnectionError as error:
+            self._record_failure("collect", error)
+        else:
+            self._record_success("collect")
 
     def _attempt(self, operation: str, call: Callable[[], T]) -> T | None:
         """Call a function of the transport and track whether the connection works.
-
-        The log gets one event when the first operation fails, and one when all operations work.
 
         Args:
             operation: "nodes", "send" or "collect".
@@ -183,14 +179,22 @@ class Connection:
         try:
             result = call()
         except ConnectionError as error:
-            if not self.failing:
-                self.log.record("connection_lost", f"the connection to the sites is lost ({error}); waiting for it")
-            self.failing.add(operation)
+            self._record_failure(operation, error)
             return None
-        if self.failing == {operation}:  # the last one that failed, so all of them work now
+        self._record_success(operation)
+        return result
+
+    def _record_failure(self, operation: str, error: ConnectionError) -> None:
+        """Note that an operation fails, with an event if it is the first one that does."""
+        if not self.failing:
+            self.log.record("connection_lost", f"the connection to the sites is lost ({error}); waiting for it")
+        self.failing.add(operation)
+
+    def _record_success(self, operation: str) -> None:
+        """Note that an operation works, with an event if it was the last one that failed."""
+        if self.failing == {operation}:
             self.log.record("connection_restored", "the connection to the sites works again")
         self.failing.discard(operation)
-        return result
 
 
 class Spool:

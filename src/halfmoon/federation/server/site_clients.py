@@ -120,7 +120,11 @@ class SiteClients:
         scale = self.calls.weight_scale(present, upload_spec)
         # Popping a reply deletes its spooled file once its result was used.
         for client in list(present):
-            yield client, _load_result(present.pop(client), self.device, upload_spec, scale[client])
+            # In one expression: a variable would keep the upload in memory until the next one is loaded.
+            yield (
+                client,
+                _to_device(present.pop(client).load_upload().to_result(), self.device, upload_spec, scale[client]),
+            )
 
     def _check_quorum(self, clients: Sequence[int], replies: Mapping[str, CheckedReply], description: str) -> None:
         """Mark the clients without a usable reply as failed, and check that enough of the cohort are left.
@@ -244,13 +248,6 @@ class SiteClients:
             download=broadcast,
             evaluation=evaluation,
         )
-
-
-def _load_result(
-    reply: CheckedReply, device: torch.device, upload_spec: UploadSpec, weight_scale: float
-) -> ClientResult:
-    """Load a reply with its upload from the spool, and multiply the weight of the upload by `weight_scale`."""
-    return _to_device(reply.load_upload().to_result(), device, upload_spec, weight_scale)
 
 
 def _to_device(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,17 @@ class SiteClient:
             self.state_folder.mkdir(parents=True, exist_ok=True)
             # A plugin in the server's terms is imported only if the site's people have named it as well.
             with plugins.allow_only((*self.consent.methods, *self.trusted)):
-                message = messages.scan_message(data, Offer, Request, FinalModel)
-                return messages.write_message(self._handle(message))
+                # Tensors are parsed only after the checks of their shapes.
+                unparsed = messages.scan_message(data, Offer, Request, FinalModel)
+                message = unparsed.message
+                check_version(self.version, message.version)
+                if isinstance(message, Offer):
+                    reply: Acceptance | Reply | Receipt = self._join(message)
+                elif isinstance(message, Request):
+                    reply = self._run_request(unparsed, message)
+                else:
+                    reply = self._store_final_model(unparsed, message)
+                return messages.write_message(reply)
         except _NotAgreed as error:  # not logged: the server repeats its offer every few seconds
             return messages.write_message(Refusal(self.version, error.kind, str(error)))
         except RefusalError as error:
@@ -190,16 +200,6 @@ class SiteClient:
         # The reason may quote the server's message, so it may be long or contain control characters.
         printable = "".join(char if char.isprintable() else "?" for char in reason[: messages.MAX_TEXT_LENGTH])
         return messages.write_message(Refusal(self.version, kind, printable))
-
-    def _handle(self, unparsed: UnparsedMessage[Offer | Request | FinalModel]) -> Acceptance | Reply | Receipt:
-        """Process a message by its type and return the reply; a failure raises an exception."""
-        message = unparsed.message
-        check_version(self.version, message.version)
-        if isinstance(message, FinalModel):
-            return self._store_final_model(unparsed, message)
-        if isinstance(message, Offer):
-            return self._join(message)
-        return self._run_request(unparsed, message)
 
     def _store_final_model(self, unparsed: UnparsedMessage[Any], message: FinalModel) -> Receipt:
         """Save the final model of a federation, test it, and record that this site's participation is over.
@@ -392,25 +392,28 @@ class SiteClient:
         limits.check_free_disk(self.state_folder, 0)  # the minimum of free disk space, and 0 bytes of this request
         start = time.perf_counter()
         with apply_compute_settings(terms.config, count_site_threads(terms.config)):
-            reply = self._compute_reply(unparsed.parse_trees(), terms, site, memory)
+            complete_request = unparsed.parse_trees()
+            if terms.config.secure_aggregation:
+                participant = self._make_participant(terms, site, memory)
+                # Each stage of a sum has a request; with the last one but one the site trains, and masks its upload.
+                reply = participant.reply_to(complete_request, partial(site.run_request, memories=memory))
+            else:
+                reply = site.run_request(complete_request, memory)
         seconds = time.perf_counter() - start
         prune_memories(run_folder, oldest)
         for event in describe_request(request, reply, received_bytes=len(unparsed.data), seconds=seconds):
             self.log.record(event.name, event.text, **event.fields)
         return reply
 
-    def _compute_reply(self, request: Request, terms: Terms, site: SiteRuntime, memory: SiteMemory) -> Reply:
-        """Run a request that was checked; with secure aggregation as a participant of a sum, so the upload is masked.
+    def _make_participant(self, terms: Terms, site: SiteRuntime, memory: SiteMemory) -> secure_sum.SumParticipant:
+        """Make this site a participant of a secure sum, which masks its upload.
 
         Args:
-            request: the request.
             terms: the configuration that the server and all sites of a federation share.
-            site: trains and evaluates on this site's images.
-            memory: the client's state between rounds.
+            site: the site's number and training.
+            memory: the client's state between rounds, in whose folder the participant stores its secrets.
         """
-        if not terms.config.secure_aggregation:
-            return site.run_request(request, memory)
-        participant = secure_sum.SumParticipant(
+        return secure_sum.SumParticipant(
             key=self.keys.load(self.state_folder),
             folder=memory.folder,
             number=site.number,
@@ -419,7 +422,6 @@ class SiteClient:
             equal_weights=terms.config.dp_clip is not None,
             min_sites=terms.config.cohort,
         )
-        return participant.reply_to(request, lambda request: site.run_request(request, memory))
 
 
 @contextmanager

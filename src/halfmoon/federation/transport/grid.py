@@ -96,32 +96,31 @@ class GridTransport:
                 self._list = internals.ReplyList(self.grid, self.max_reply_bytes)
             complete = self._list.with_reply(message_ids)
         for message_id in complete:
-            yield from self._collect(message_id)
+            # One by one: if they were fetched together, one that Flower cannot assemble would lose all.
+            reply = self._fetch_reply(message_id)
+            if reply is not None:
+                yield reply
 
-    def _collect(self, message_id: str) -> list[SiteReply]:
-        """Fetch the reply to one message; a reply that is too large or invalid becomes one with a problem.
-
-        Replies are fetched one by one. If they were fetched together, one that Flower cannot assemble would lose all.
+    def _fetch_reply(self, message_id: str) -> SiteReply | None:
+        """Fetch the reply to one message; one that is too large or invalid becomes a reply with a problem.
 
         Returns:
-            At most one reply. A too large one has empty bytes, because the site has replied and need not join again; an
-            unreadable one has None, like a site that has not replied.
+            The reply; None if there is none. A too large one has empty bytes, because the site has replied and need not
+            join again; the data of an unreadable one is None, like that of a site that has not replied.
         """
         try:
             with _connecting():
-                return [_reply(message) for message in self.grid.pull_messages([message_id])]
+                message = next(iter(self.grid.pull_messages([message_id])), None)
+            if message is None:
+                return None
+            if message.has_error():
+                # The reason may contain a traceback with paths of the site, so only its code is used.
+                return SiteReply(None, describe_error(message.error.code), message_id)
+            return SiteReply(unwrap_message(message.content), message_id=message_id)
         except internals.Oversized:
-            return [SiteReply(b"", OVERSIZED, message_id)]
+            return SiteReply(b"", OVERSIZED, message_id)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError):
-            return [SiteReply(None, UNREADABLE, message_id)]
-
-
-def _reply(message: Message) -> SiteReply:
-    message_id = message.metadata.reply_to_message_id
-    if message.has_error():
-        # The reason may contain a traceback with paths of the site, so only its code is used.
-        return SiteReply(None, describe_error(message.error.code), message_id)
-    return SiteReply(unwrap_message(message.content), message_id=message_id)
+            return SiteReply(None, UNREADABLE, message_id)
 
 
 def describe_error(code: int) -> str:
