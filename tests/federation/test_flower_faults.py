@@ -76,12 +76,12 @@ def test_request_outlives_its_timeout_so_a_late_reply_is_logged():
 def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(tmp_path, monkeypatch):
     """What fails is the writing of an open file, of which the system knows no name; the server hears of no folder."""
 
-    def full(self: SiteClient, unparsed: object) -> NoReturn:
+    def full(self: SiteClient, offer: Offer) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(SiteClient, "_handle", full)
+    monkeypatch.setattr(SiteClient, "_join", full)
     member = SiteClient.from_folder(tmp_path, "site-00", tmp_path / "home")
-    text = read_message(member.reply_to(write_message(Offer("0.1.0", "{}"))), Refusal)
+    text = read_message(member.reply_to(write_message(Offer(member.version, "{}"))), Refusal)
     assert text.reason == "its disk: No space left on device."
     assert f"not done: {tmp_path / 'home'}: No space left on device." in member.log.path.read_text()
 
