@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -404,3 +405,12 @@ def test_a_report_of_junit_has_the_tests_that_passed(tmp_path: Path) -> None:
     )
     found = load_script("tools/mutants.py").read_seconds(tmp_path / "junit.xml")
     assert found == {"tests/core/test_a.py::test_b[1-x]": 0.5, "tests/core/test_a.py::TestC::test_d": 2.0}
+
+
+def test_the_functions_of_the_traced_paths_exist() -> None:
+    """A function that was renamed or moved would be missed only when somebody traces the path."""
+    for _, stages in load_script("tools/paths.py").PATHS.values():
+        for stage in stages:
+            names = [stage.entry, *(name for station in stage.stations for name in station.split(" > "))]
+            for name in names:
+                assert callable(pkgutil.resolve_name(f"halfmoon.{name}")), name
