@@ -451,26 +451,44 @@ def _with_processes(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[st
     return flags if "processes" in values else {"processes": "auto", **flags}
 
 
+def _parse_seeds(texts: Sequence[str]) -> list[int]:
+    """Parse the seeds of a comparison, whole numbers from 0; raise UserError for other texts."""
+    seeds: list[int] = []
+    for text in texts:
+        # Python refuses to parse numbers of thousands of digits.
+        if not text.isdecimal() or len(text) > base.MAX_DIGITS:
+            raise UserError("it must be whole numbers from 0.", option="seeds", value=repr(text))
+        seeds.append(int(text))
+    return seeds
+
+
+def _check_options_name_methods(layer: Mapping[str, Any], first_method: str) -> None:
+    """Check that each method option of a comparison names its method, as `feddure.regulator_bias` does.
+
+    Args:
+        layer: the options of a file or of the command line. Under "options" are options of methods, by method.
+        first_method: the first method that is compared; an example in the message if the layer has no method.
+
+    Raises:
+        UserError: an option is given without a method, so it is not clear to which method it belongs.
+    """
+    without_method = [name for name, value in layer.get("options", {}).items() if not isinstance(value, Mapping)]
+    if without_method:
+        name = without_method[0]
+        # A file that was written for a single run has options of that run's method.
+        method = layer.get("method", first_method)
+        raise UserError(f"option {name!r} does not name its method: in a comparison write {method}.{name}.")
+
+
 def _compare(args: argparse.Namespace) -> int:
     """Run the command `halfmoon compare`: train several methods with several seeds on the same split.
 
     Options come from two layers, a file (`--config`) and flags, which override the file. `--explain` prints them instead.
     """
     file_options, flags, file = base.read_options(args)
-    seeds = []
-    for text in args.seeds:
-        # Python refuses to parse numbers of thousands of digits.
-        if not text.isdecimal() or len(text) > base.MAX_DIGITS:
-            raise UserError("it must be whole numbers from 0.", option="seeds", value=repr(text))
-        seeds.append(int(text))
-    # All methods of a comparison are equal: a plain option name would not say which one it belongs to.
+    seeds = _parse_seeds(args.seeds)
     for layer in (file_options, flags):
-        without_method = [name for name, value in layer.get("options", {}).items() if not isinstance(value, Mapping)]
-        if without_method:
-            name = without_method[0]
-            # The options of a run's own file are those of its method.
-            method = layer.get("method", args.methods[0])
-            raise UserError(f"option {name!r} does not name its method: in a comparison write {method}.{name}.")
+        _check_options_name_methods(layer, args.methods[0])
     # A configuration has one method: the first one stands for all, and `runner.compare` sets each.
     flags |= {"method": args.methods[0], "baselines": ()}
     if not args.explain:

@@ -284,10 +284,12 @@ def _draw_test_rows(collection: ImageCollection, hashes: Sequence[bytes]) -> tup
     Raises:
         UserError: If a class has fewer than two different labeled images.
     """
-    is_test = _hold_out(collection, [""] * len(collection))
+    no_groups = [""] * len(collection)
+    is_test = _hold_out(collection, no_groups)
     labeled = collection.labels != UNKNOWN
     test_hashes = {hashes[row] for row in np.flatnonzero(is_test).tolist()}
-    # As for class folders, the first draw remains if it has divided no copies.
+    # A draw that keeps copies together selects other images, so it is only made if the first one has divided copies:
+    # data without copies keep the test images that they have always had. Class folders follow the same rule.
     if any(hashes[row] in test_hashes for row in np.flatnonzero(labeled & ~is_test).tolist()):
         merged = merge_equal_images(None, hashes)
         assert merged is not None, "there are copies"

@@ -127,7 +127,7 @@ class FedConServerUpdate(MeanTeacherClient):
         # `masks` returns a tuple, with no entry if no row is padding: repeated, it masks both views.
         masks = batch.masks(views=0) * 2
         (first_logits, second_logits), _, moments = forward(network, params, joint, views, real=masks)
-        # `()`: no images with gradients; both views are passed without.
+        # The teacher gets no gradient: no views are passed with gradients (`()`), both without.
         _, (first_target, second_target), _ = forward(network, carry["teacher"], joint, (), views, masks)
         class_weights = self.task.class_weights
         labeled_loss = labeled_cross_entropy(first_logits, batch.y, batch.x_real, class_weights)

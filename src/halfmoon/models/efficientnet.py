@@ -213,11 +213,12 @@ class EfficientNetLite(nn.Module):
         self.head = CenteredLinear(features, classes)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return the mean-pooled features (B, F) of images (B, 1 or 3, H, W), none negative, as the head takes roots.
+        """Return the mean-pooled features (B, F) of images (B, 1 or 3, H, W).
 
-        F is 1,280 and, for each middle block, twice its channels: the means of the positive and of the negative parts,
-        times the block's scale, which lets it vary like the top. A channel's mean and mean magnitude are the difference
-        and the sum of the two.
+        F is the 1,280 channels of the top, and twice the channels of each middle block: the means of a channel's positive
+        part and of its negative part. Both are kept because a mean of signed values would cancel, and no feature may be
+        negative: the heads on features take square roots. `middle_scales` has the scale of each middle block
+        (see `MiddleBlock`).
         """
         x = x if self.channels == 3 else x.expand(-1, 3, -1, -1)  # gray images: the pretrained stem has 3 channels
         if x.shape[-2:] != (self.side, self.side):

@@ -199,7 +199,10 @@ def _find_contradiction(card: Card) -> str:
 
 
 def _find_size_contradiction(card: Card) -> str:
-    """Describe why the shrunk images cannot be padded to those of the network; "" if they can."""
+    """Describe a contradiction between the image sizes of a card; "" if there is none.
+
+    Images of `input_size` are made smaller by the factor `shrink`, and then padded with zeros to the square `image`.
+    """
     _, height, width = card.image
     if any(side % card.shrink for side in card.input_size):
         return f"shrink {card.shrink} does not divide images of {card.input_size}"

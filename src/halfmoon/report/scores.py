@@ -142,16 +142,19 @@ def final_scores(study: Study) -> ScoreTable:
 
 
 def scores_at_equal_steps(study: Study) -> ScoreTable:
-    """Compute the accuracies at the largest number of labeled steps that all finished runs of a column reached.
+    """Build the table of accuracies in which all methods of a column have trained on labels equally long.
 
-    So methods are compared after the same amount of training on labels. The table is empty if the sweep measures
-    something other than the test accuracy, because other measures are not known in the middle of a run.
+    A column is a setting, such as a data set, and its cells are methods. Their accuracies are taken at the largest
+    number of labeled steps (batches of labeled images, over all clients) that all finished runs of the column reached.
+    The table is empty if the sweep measures something other than the test accuracy, because other measures are not
+    known in the middle of a run.
     """
     if study.sweep.measure != TEST_ACCURACY:
         return ScoreTable({}, {})
     steps: dict[Column, float | None] = dict.fromkeys(study.columns)
     table = frame.cells_frame(study)
     for number, value in zip(table["column"], table["equal_labeled_steps"], strict=True):
+        # All runs of a column have the same number, or None if they are unfinished.
         if value is not None:
             steps[study.columns[number]] = value
     return ScoreTable(_cell_scores(study, equal=True), steps)

@@ -899,7 +899,10 @@ def _explain_labels(config: Config, contents: FolderContents, repeats: int) -> l
 
 
 def _explain_files(contents: FolderContents) -> list[tuple[str, str]]:
-    """Explain which files of a folder are left out, and that only the first frame of animations is used."""
+    """Explain which files of a folder are left out, and that only the first frame of animations is used.
+
+    A site's folder and class folders are read by different functions, with different rules for what they ignore.
+    """
     if contents.site:
         formats = describe_unsupported_formats(contents.folder)
         notes = [*describe_ignored(contents.folder), *([formats] if formats else [])]

@@ -209,10 +209,11 @@ def _cross_validate_heads(plan: Plan, problem: Problem) -> Decision | None:
 
 
 def _compare_label_draws(plan: Plan, problem: Problem) -> Decision | None:
-    """Compare two heads on several draws of the labels of class folders, whose labels are all known.
+    """Decide whether unlabeled images help, by solving two heads on several random choices of the labeled images.
 
-    Each draw has as many labels of a class as the run. It is tested on the test folders or, without these, on images
-    that it draws from each class. The gain is that in balanced accuracy.
+    In class folders all labels are known, and the run hides most of them. So other choices of the labels that it uses can
+    be drawn, as many of each class as in the run. Each draw is tested on the test folders or, without these, on images
+    that it draws from each class. The gain is the difference in balanced accuracy.
 
     Args:
         plan: the plan, whose heads are the last layers of a pretrained network.

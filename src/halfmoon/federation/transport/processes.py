@@ -195,12 +195,17 @@ def lock_path(folder: Path, script: str) -> Path:
 def claim_lock(script: str) -> Path:
     """Lock the file of a script for this process, and end this process when its parent ends.
 
+    The lock shows a later start of the federation that a process of an earlier one still runs.
+
+    Args:
+        script: the name of the script that this process runs.
+
     Returns:
-        The folder of the processes, from the environment.
+        The folder with the lock files of all processes of this federation; its path is in an environment variable.
     """
     folder = Path(os.environ[FOLDER_VARIABLE])
-    # The process that started this one is its parent. An id of it in the environment would be wrong for the programs
-    # that Flower's server starts: they inherit the environment, but must end with Flower's server.
+    # The parent's id is asked of the system, not passed in an environment variable: programs that Flower's server starts
+    # inherit the environment of that server, whose parent is another process than theirs.
     exit_with_starter(os.getppid())
     lock_until_exit(lock_path(folder, script))
     return folder
