@@ -374,3 +374,25 @@ def test_figures_are_saved_as_csv_and_svg(browser: Any, comparison: Path) -> Non
     assert all(title in curves for title in ("FedAvg (labeled only)", "FedAvg-SL (all labels)")), "no legend"
     everything = len(browser.find_elements("css selector", "[data-save=SVG]"))
     assert everything == len(browser.find_elements("css selector", "figure"))
+
+
+def test_with_very_many_classes_the_largest_mistakes_are_bars(browser: Any, tmp_path: Path) -> None:
+    """Class 0 is taken for class 1 most often: 120 of the 160 images of class 0; then 119 of 159 of class 1, ..."""
+    classes = range(120)
+    folder = tmp_path / "run"
+    summary = write_run(folder, 1, 0, names=[f"class {n}" for n in classes])
+    summary["confusion"] = [
+        [40 if true == predicted else (120 - true) * (predicted == true + 1) for predicted in classes]
+        for true in classes
+    ]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    record_checksums(folder)
+    path = tmp_path / "page.html"
+    path.write_text(render_html(gather_studies([folder])), encoding="utf-8")
+    opened(browser, path)
+    bars = "[data-charts=confusion]"
+    assert count(browser, f"{bars} .bar rect") == 20
+    text = browser.find_element("css selector", f"{bars} svg[role=img]").get_attribute("aria-label")
+    assert "class 0 as class 1 120 (75.0 %); class 1 as class 2 119 (74.8 %)" in text
+    assert saved(browser, f"{bars} [data-save=CSV]").splitlines()[1] == "class 0,class 1,120"
+    assert ElementTree.fromstring(saved(browser, f"{bars} [data-save=SVG]")).tag.endswith("svg")

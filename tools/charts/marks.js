@@ -1,2 +1,2 @@
 // The parts of Observable Plot that the pages use. A mark that is added here is in the bundle after the next build.
-export { areaY, barY, cell, dot, frame, gridY, line, plot, pointer, pointerX, pointerY, rectY, ruleX, ruleY, text } from "@observablehq/plot";
+export { areaY, cell, dot, frame, gridY, line, plot, pointer, pointerX, pointerY, rectX, rectY, ruleX, ruleY, text } from "@observablehq/plot";

@@ -3,6 +3,8 @@
 
 const HEIGHT = 290;
 const RULE = { stroke: "var(--grid)", strokeOpacity: 1 };
+// The label of an axis, at the lower edge of a margin.
+const below = (label, marginBottom) => ({ label, labelAnchor: "center", labelArrow: "none", labelOffset: marginBottom - 5 });
 const NUMBERS = { label: null, tickSize: 0, grid: false, ticks: 5 };
 
 // Room for the numbers of an axis at its left side.
@@ -33,7 +35,7 @@ function lineChart(width, spec) {
   const reach = (places.at(-1) - places[0]) / 40;
   return chart({
     width, height, marginLeft: leftMargin(yRange), marginRight: 14, marginTop: 8, marginBottom: 40,
-    x: { type: "linear", domain: xRange, label: xLabel, labelAnchor: "center", labelArrow: "none", ticks: xTicks, tickFormat: few ? (value) => (Math.abs(value) < 10000 ? String(value) : shown(value)) : ticked(xRange) },
+    x: { type: "linear", domain: xRange, ...below(xLabel, 40), ticks: xTicks, tickFormat: few ? (value) => (Math.abs(value) < 10000 ? String(value) : shown(value)) : ticked(xRange) },
     y: { type: "linear", domain: yRange, ...NUMBERS, ticks: spec.height ? 3 : 5, tickFormat: ticked(yRange) },
     marks: [
       Plot.gridY({ ...RULE, ticks: spec.height ? 3 : 5 }),
@@ -110,12 +112,12 @@ function classChart(width, spec) {
   const places = classes.map((_, n) => ({ n }));
   return chart({
     width, height: HEIGHT, marginLeft, marginRight: 14, marginTop: 8, marginBottom: 40 + steep,
-    x: { type: "band", padding: 0, ...axis, label: yLabel, labelAnchor: "center", labelArrow: "none" },
+    x: { type: "band", padding: 0, ...axis, ...below(yLabel, 40 + steep) },
     y: { type: "linear", domain: yRange, ...NUMBERS },
     marks: [
       Plot.gridY({ ...RULE, ticks: 5 }),
       Plot.ruleY([0], { stroke: "var(--line)" }),
-      Plot.barY(places, Plot.pointerX({ className: "guide", ariaHidden: "true", x: "n", y1: yRange[0], y2: yRange[1], fill: "currentColor", fillOpacity: 0.08, maxRadius: Infinity })),
+      Plot.cell(places, Plot.pointerX({ className: "guide", ariaHidden: "true", x: "n", fill: "currentColor", fillOpacity: 0.08, maxRadius: Infinity })),
       sets.map(setMarks),
     ],
   }, alt, ({ n }) => [classes[n], sets.map((set) => [set.look.color, set.look.title, `${shown(set.mean[n], 2)} %`])],
@@ -129,16 +131,16 @@ function matrixChart(width, { matrix, classes, title }) {
   const side = Math.max(2, Math.min(46, (width - marginLeft - 8) / size));
   const span = side * size;
   const across = Math.min(width, Math.max(330, marginLeft + span + 12));
-  const below = nameAxis(classes, span);
+  const names = nameAxis(classes, span);
   const every = Math.max(1, Math.ceil(13 / side));
   const right = matrix.map((row) => row.reduce((sum, count) => sum + count, 0) || 1);
   const correct = matrix.reduce((sum, row, t) => sum + row[t], 0) / right.reduce((sum, count) => sum + count, 0);
   const cells = matrix.flatMap((row, t) => row.map((count, p) => ({ t, p, count, share: count / right[t] })));
   const some = cells.filter(({ count }) => count);
-  const height = span + 50 + below.steep;
+  const height = span + 50 + names.steep;
   return chart({
     width: across, height, marginLeft, marginRight: across - marginLeft - span, marginTop: 1, marginBottom: height - span - 1,
-    x: { type: "band", padding: 0, ...below.axis, label: "predicted class (rows: true class), % of the row", labelAnchor: "center", labelArrow: "none" },
+    x: { type: "band", padding: 0, ...names.axis, ...below("predicted class (rows: true class), % of the row", height - span - 1) },
     y: { type: "band", padding: 0, domain: classes.map((_, n) => n), ticks: classes.map((_, n) => n).filter((n) => n % every === 0), tickFormat: (n) => clipped(classes[n]), tickSize: 0, label: null },
     opacity: { type: "identity" },
     marks: [
@@ -152,6 +154,27 @@ function matrixChart(width, { matrix, classes, title }) {
   (scale) => some.map(({ t, p }) => [scale("x").apply(p) + side / 2, scale("y").apply(t) + side / 2]));
 }
 
+// With very many classes: what is mistaken for what most often, as entries [true class, predicted class, images, images of the true class].
+function confusionsChart(width, { entries, classes, title }) {
+  const rows = entries.map(([t, p, count, all], n) => ({ n, t, p, count, share: (100 * count) / all, name: `${clipped(classes[t], 16)} as ${clipped(classes[p], 16)}` }));
+  const marginLeft = Math.min(0.6 * width, 24 + 6.7 * Math.max(...rows.map(({ name }) => name.length), 1));
+  const height = 22 * rows.length + 46;
+  const numbers = ({ count, share }) => `${shown(count)} (${shown(share, 1)} %)`;
+  return chart({
+    width, height, marginLeft, marginRight: 90, marginTop: 2, marginBottom: 44,
+    x: { type: "linear", domain: [0, Math.max(...rows.map(({ share }) => share), 1)], ticks: width > 420 ? 7 : 3, ...below("of the images of the true class, %", 44) },
+    y: { type: "linear", domain: [rows.length, 0], ticks: rows.map(({ n }) => n + 0.5), tickFormat: (y) => rows[y - 0.5].name, tickSize: 0, label: null },
+    marks: [
+      Plot.rectX(rows, { className: "bar", x: "share", y1: ({ n }) => n + 0.08, y2: ({ n }) => n + 0.92, fill: "var(--cell)" }),
+      Plot.text(rows, { x: "share", y: ({ n }) => n + 0.5, dx: 6, textAnchor: "start", text: numbers }),
+      Plot.ruleX([0], { stroke: "var(--line)" }),
+      Plot.ruleY(rows, Plot.pointerY({ className: "guide", ariaHidden: "true", x: "share", y: ({ n }) => n + 0.5, stroke: "var(--back)", strokeDasharray: "2 3", maxRadius: Infinity })),
+    ],
+  }, `${title}, the most frequent mistakes: ${rows.slice(0, 5).map((row) => `${classes[row.t]} as ${classes[row.p]} ${numbers(row)}`).join("; ")}`,
+  (row) => [`true: ${classes[row.t]}`, [["", `predicted: ${classes[row.p]}`, numbers(row)]]],
+  (scale) => rows.map(({ n, share }) => [scale("x").apply(share / 2), scale("y").apply(n + 0.5)]));
+}
+
 // A row for each method: a dot for each client, mean and standard deviation over clients, and the mean of the worst tenth.
 function clientChart(width, { sets, title }) {
   const row = 46;
@@ -162,7 +185,7 @@ function clientChart(width, { sets, title }) {
   const rows = sets.map((set, n) => ({ ...set, y: n + 0.65 }));
   return chart({
     width, height, marginLeft: 16, marginRight: 14, marginTop: 4, marginBottom: 44,
-    x: { type: "linear", domain: xRange, ticks: width > 420 ? 8 : 4, label: "accuracy of the final model at a client, %", labelAnchor: "center", labelArrow: "none" },
+    x: { type: "linear", domain: xRange, ticks: width > 420 ? 8 : 4, ...below("accuracy of the final model at a client, %", 44) },
     y: { type: "linear", domain: [sets.length || 1, 0], axis: null },
     marks: [
       Plot.ruleY([sets.length || 1], { stroke: "var(--line)" }),
@@ -208,7 +231,7 @@ function bubbleChart(width, split) {
   const shownColumns = columns.filter((name, k) => name === "server" || (name && (k - (server ? 2 : 0)) % everyClient === 0));
   return chart({
     width: wide, height: 2 * (tall + gap) + 44, marginLeft, marginRight: wide - marginLeft - across * columns.length, marginTop: gap, marginBottom: 44,
-    x: { type: "band", padding: 0, domain: columns, ticks: shownColumns, tickSize: 0, label: some, labelAnchor: "center", labelArrow: "none" },
+    x: { type: "band", padding: 0, domain: columns, ticks: shownColumns, tickSize: 0, ...below(some, 44) },
     y: { type: "band", padding: 0, domain: classes.map((_, c) => c).reverse(), ticks: classes.map((_, c) => c).filter((c) => c % everyClass === 0), tickFormat: (c) => clipped(classes[c]), tickSize: 0, label: null },
     fy: { domain: Object.keys(KINDS), axis: null, paddingInner: gap / (tall + gap), paddingOuter: 0 },
     r: { type: "sqrt", domain: [0, 1], range: [0, 0.48 * Math.min(across, Math.max(up, 8))] },
@@ -234,7 +257,7 @@ function calibrationChart(width, { bins, title }) {
   const axis = { type: "linear", domain: [0, 1], ticks: 5, tickFormat: share, tickSize: 0 };
   return chart({
     width, height: width, marginLeft: 48, marginRight: 20, marginTop: 10, marginBottom: 44,
-    x: { ...axis, label: "probability; stronger color: more images", labelAnchor: "center", labelArrow: "none" },
+    x: { ...axis, ...below("probability; stronger color: more images", 44) },
     y: { ...axis, label: null },
     opacity: { type: "identity" },
     marks: [

@@ -172,7 +172,7 @@ function chosen(host, name, study, group, holders) {
     const title = `${TITLES[name]}, ${titles[current]}`;
     if (name === "prior") return prior(width, line.prior, group.classes, title);
     if (line.confusion.matrix) return matrixChart(Math.min(width, 760), { matrix: line.confusion.matrix, classes: group.classes, title });
-    return largest(line.confusion.largest, group.classes);
+    return confusionsChart(width, { entries: line.confusion.largest, classes: group.classes, title });
   };
   const found = () => {
     const line = holders[current];
@@ -197,14 +197,6 @@ function prior(width, shares, classes, title) {
   const keys = sets.map(({ look }) => html("span", { class: "key" }, sample({ ...look, dashes: null }), look.title));
   const chart = classChart(width, { sets, classes, title, yLabel: "class" });
   return html("div", null, html("div", { class: "keys" }, keys), chart);
-}
-
-// With very many classes: what is mistaken for what most often.
-function largest(entries, classes) {
-  const cells = (tag, words) => html("tr", null, words.map((word) => html(tag, null, word)));
-  const rows = entries.map(([t, p, count, all]) => cells("td", [classes[t], classes[p], shown(count), `${shown((100 * count) / all, 1)} %`]));
-  const head = html("thead", null, cells("th", ["true", "predicted", "images", "of the class"]));
-  return html("div", { class: "frame" }, html("table", null, head, html("tbody", null, rows)));
 }
 
 function setUpAlong(host, study) {
