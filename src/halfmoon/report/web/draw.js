@@ -89,6 +89,8 @@ const tip = {
   },
 };
 window.addEventListener("scroll", () => window.scrollY !== tip.scrolled && tip.hide(), { passive: true });
+// After a tap the tooltip remains until the next tap beside the chart.
+window.addEventListener("pointerdown", (event) => event.target.closest?.("svg.chart") || tip.hide());
 
 // A plot with its text for screen readers. Its mark with the class "guide" follows the pointer, by a pointer transform of
 // Plot; `read` returns the title and the rows [color, name, value] of the tooltip at its datum. The arrow keys move the
@@ -116,7 +118,7 @@ function chart(options, alt, read, findStops) {
     root.dispatchEvent(new PointerEvent("pointerleave", { pointerType: "mouse" }));
     tip.hide();
   };
-  root.addEventListener("pointerleave", (event) => event.isTrusted && tip.hide());
+  root.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && tip.hide());
   root.addEventListener("blur", leave);
   let stop = -1;
   const stops = findStops((name) => root.scale(name));
