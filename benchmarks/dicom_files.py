@@ -257,9 +257,9 @@ def scan_archive(folder: Path) -> str:
     prepared = prepare_site(folder, (64, 64), 1)
     people = dicom.find_patients([folder / path for path in site.paths]) or []
     return (
-        f"{count} files without a suffix in study and series folders: {len(site)} are known as images, {others} as "
-        f"others; {len(prepared.site)} are decoded, {len(prepared.left_out)} left out with a reason; "
-        f"{len(set(people) - {''})} patients group them."
+        f"{count} files without a suffix, in study and series folders. halfmoon recognizes {len(site)} as images and {others} "
+        f"as other files. It decodes {len(prepared.site)} and leaves {len(prepared.left_out)} out with a reason. "
+        f"The images are grouped by {len(set(people) - {''})} patients."
     )
 
 
@@ -286,16 +286,20 @@ def main() -> None:
     head = ["| file | result | image | largest difference from pydicom |", "| --- | --- | --- | --- |"]
     table = "\n".join([*head, *lines.values()])
     generated = "\n".join([*head, *(read_content(data, name)[1] for name, data in generated_files().items())])
-    text = "# DICOM files\n\n    python benchmarks/dicom_files.py\n\n"
-    text += f"{len(rows)} files of pydicom {pydicom.__version__}: {counts}.\n\n"
-    text += f"In the layout of an archive: {export}\n\n"
+    text = "# DICOM files\n\n"
     text += (
-        "The last column compares with pydicom's modality table or rescale, and its window (or presentation table, if "
-        "there is no window), in levels of 0 to 255: 0.5 is the rounding of grays, and 1 that of colors of more than 8 "
-        "bits, whose low bits are dropped. Padding is expected to be black. pydicom does not estimate a window for a "
-        "file without one.\n\n"
+        f"halfmoon reads each of the {len(rows)} test files of pydicom {pydicom.__version__}, or refuses it with a sentence: "
+        f"{counts}.\n\n    python benchmarks/dicom_files.py\n\n"
     )
-    text += f"{table}\n\n## Generated files\n\n{generated}\n"
+    text += f"The same files in the layout of an archive's export: {export}\n\n"
+    text += (
+        "The last column is the largest difference of a gray or color value from pydicom's pipeline, in levels of 0 to "
+        "255. The pipeline is the modality table or rescale, and then the window, or the presentation table if there is "
+        "no window. A difference of 0.5 is the rounding of grays. A difference of 1 is the rounding of colors of more "
+        "than 8 bits, whose low bits are dropped. Padding has to be black. pydicom does not estimate a window for a file "
+        "without one, so these files have no comparison.\n\n"
+    )
+    text += f"{table}\n\n## Generated files\n\nThese have attributes that pydicom's files lack.\n\n{generated}\n"
     print(text) if options.out is None else options.out.write_text(text)
 
 

@@ -270,10 +270,10 @@ def run_federation(here: BenchmarkProcesses, options: argparse.Namespace) -> dic
 
 
 SET_UP = """\
-FedAvg with three sites of `halfmoon site export digits` (images padded to 16x16; {labels},
-which alone are trained on), {rounds} rounds with all of them, {steps} local steps of 10 images, SGD, one thread a
-process; nothing is evaluated. Stock Flower is its own FedAvg around the same networks in plain PyTorch
-(`benchmarks/federation_stock.py`). The ways ran one after the other in one run; seconds are the median (and
+FedAvg with three sites of `halfmoon site export digits`, with images padded to 16x16 and {labels}.
+All sites train in each of {rounds} rounds, on their labeled images only: {steps} local steps of 10 images, SGD, one thread a
+process. There is no evaluation. "Stock Flower" is Flower's FedAvg with the same networks in plain PyTorch
+(`benchmarks/federation_stock.py`). The four systems ran one after the other. Seconds are the median (and
 range) of the {counted} rounds between the first and the last.
 """
 
@@ -281,10 +281,10 @@ range) of the {counted} rounds between the first and the last.
 def page(found: Mapping[str, Mapping[str, Measured]], metadata: Mapping[str, Any], options: argparse.Namespace) -> str:
     """Return the results as a page."""
     load = " to ".join(f"{value:.0f}" for value in metadata["load"])
-    sizes = {"labels": "8 labeled images of each class a site", "rounds": options.rounds, "steps": options.steps}
-    lines = ["# What a round of a federation costs", "", f"    {metadata['command']}", ""]
+    sizes = {"labels": "8 labeled images of each class at each site", "rounds": options.rounds, "steps": options.steps}
+    lines = ["# The cost of a round of a federation", "", f"    {metadata['command']}", ""]
     lines += [SET_UP.format(**sizes, counted=options.rounds - 2), f"{about(metadata)} Load of the machine: {load}.", ""]
-    head = "s a round | times the simulator | bytes of messages a round | `flwr ls`: bytes a round"
+    head = "s a round | ratio to the simulator | bytes of messages a round | `flwr ls`: bytes a round"
     for model, ways in found.items():
         first = next(iter(ways.values())).spread.median
         lines += [f"## {model}", "", f"| | {head} |", "|---|---|---|---|---|"]
@@ -295,7 +295,7 @@ def page(found: Mapping[str, Mapping[str, Measured]], metadata: Mapping[str, Any
         lines.append("")
         if "halfmoon, real processes" in ways:
             beyond = Spread(ways["halfmoon, real processes"].beyond[1:-1])
-            sentence = f"Beyond its slowest site's computing, a round over real processes takes {beyond.format(1)} s."
+            sentence = f"In addition to the computing of its slowest site, a round over real processes takes {beyond.format(1)} s."
             lines += [sentence, ""]
     return "\n".join(lines)
 

@@ -113,19 +113,19 @@ FAULTS: dict[str, Fault] = {
     "kill-join": Fault(
         "kill -9 of a site's `site join`; restarted by hand", kill_while_training(VICTIM, restart=True), sign="site-01 is there again"
     ),
-    "kill-supernode": Fault("kill -9 of a site's node", kill_while_training(VICTIM, SUPERNODE), sign="site-01 is there again"),
-    "kill-clientapp": Fault("kill -9 of a site's worker", kill_while_training(VICTIM, WORKER), sign="site-01 did not"),
+    "kill-supernode": Fault("kill -9 of a site's SuperNode", kill_while_training(VICTIM, SUPERNODE), sign="site-01 is there again"),
+    "kill-clientapp": Fault("kill -9 of a site's ClientApp", kill_while_training(VICTIM, WORKER), sign="site-01 did not"),
     "power-cut": Fault("kill -9 of all processes at once; restarted by hand", restart_all, sign="going on after round"),
     "gone": Fault(
         "kill -9 of a site's `site join`, not restarted (absence = 15)",
         kill_while_training(VICTIM), same=False, rules="absence = 15.0", sign="it was not connected for 15 s",
     ),
-    "nan": Fault("a site replies NaN", same=False, spoil="nan", sign="values that are not finite"),
+    "nan": Fault("a site sends NaN", same=False, spoil="nan", sign="values that are not finite"),
     "nan-again": Fault(
         "the same with min_replies = 3", spoil="nan", rules="min_replies = 3", sign="round 2 is repeated, attempt 2"
     ),
-    "shape": Fault("a site replies a wrong shape", same=False, spoil="shape", sign="has the shape"),
-    "huge": Fault("a site replies weights moved by 10^6", same=False, spoil="huge", sign="times the cohort's median"),
+    "shape": Fault("a site sends a wrong shape", same=False, spoil="shape", sign="has the shape"),
+    "huge": Fault("a site sends weights moved by 10^6", same=False, spoil="huge", sign="times the cohort's median"),
     "version": Fault(
         "a site has another version in one round", same=False, spoil="version", sign="this site has to upgrade to"
     ),
@@ -134,7 +134,7 @@ FAULTS: dict[str, Fault] = {
         same=False, spoil="stranger", rules="absence = 10.0", sign="a site does not join: this site runs",
     ),
     "late": Fault(
-        f"a site sleeps {LATE:.0f} s before its reply, and may take {TIMEOUT:.0f} s",
+        f"a site sleeps {LATE:.0f} s before its reply, with a limit of {TIMEOUT:.0f} s",
         same=False, spoil="late", rules=f"round_timeout = {TIMEOUT}", sign="s too late: discarded",
     ),
     "old": Fault("a site replies with its reply of round 1", same=False, spoil="old", sign="it answers round 1, trip 1"),
@@ -233,34 +233,51 @@ def _digest(path: Path) -> str:
 
 # What is written
 
-NOTES = f"""Three sites with digits (`halfmoon {" ".join(EXPORT)}`), all of
-them in every cohort, {OPTIONS["rounds"]} rounds of {OPTIONS["steps"]} steps;
-FedLoKe, whose sites store a local model, and FedDure where it is named, whose sites store a regulator and its
-optimizer. The fault happens in round 2 to {VICTIM} or the server; a kill happens when the site's process has
-computed half of its local update.
+NOTES = f"""## Setup
 
-- "Equal to the bit": the cohort was the same in every round; the final weights, and the newest memory file of every
-  site, have the bytes of the undisturbed run. Otherwise {VICTIM} missed a round or more, and the accuracy on 360 test
-  images is given before that of the undisturbed run. All runs in which it missed only round 2 end with the same bytes,
-  for any reason: a wrong, late or lost reply leaves no trace at the server or at the site.
-- "Restarted by hand": the command itself was killed, and given once more. Other processes are restarted by halfmoon.
-- Sites that misbehave are joined by `halfmoon site join` with `benchmarks/misbehaving` in PYTHONPATH: Python imports a
-  `sitecustomize.py` from there, which changes the replies of the site's process (for "twice": what its SuperNode sends).
+Three sites with digits (`halfmoon {" ".join(EXPORT)}`), all of them in every cohort,
+{OPTIONS["rounds"]} rounds of {OPTIONS["steps"]} steps. The method is FedLoKe, whose sites store a local model, or FedDure
+where it is named, whose sites store a regulator and its optimizer. The fault happens in round 2, to {VICTIM} or to the
+server. A process is killed when the site has computed half of its local update.
+
+- "Restarted by hand": the command itself was killed, and entered a second time. halfmoon restarts all other processes.
+- Sites that misbehave use `halfmoon site join` with `benchmarks/misbehaving` in PYTHONPATH. Its `sitecustomize.py`
+  changes the replies of the site's process, or what its SuperNode sends (every reply twice).
 - The full disk is a tmpfs of 4 MB with the site's state folder, filled to the last byte until round 2 has ended.
-- Of a reply that is sent twice the server receives one: Flower stores the first.
-- Flower notices after a minute that a ClientApp is dead, and after three that a site which has announced a reply will
-  not send it; during these three the server's program receives no other reply (`pull_messages` waits), and no time limit
-  applies. Both only cost time. A site that is away costs `absence` in every round that draws it.
-- Seconds lost: from the end of round 1 to the end of the run, beyond those of the undisturbed run. One run each, on a
-  machine with other work: +-30 s. A kill costs a local update, and the import of Flower and PyTorch if processes restart.
-- The log lines are those that the undisturbed run does not have, ignoring numbers; the .json.gz has all.
+
+## How to read the table
+
+- "Equal to the bit": the cohort was the same in every round. The final weights and the newest memory file of every site
+  have the bytes of the undisturbed run.
+- Otherwise {VICTIM} missed a round or more. The cell has the accuracy on 360 test images, and in parentheses that of the
+  undisturbed run. All runs in which {VICTIM} missed only round 2 have equal bytes. A wrong, late or lost reply therefore
+  has no effect on the server or the site.
+- Seconds lost: from the end of round 1 to the end of the run, minus those of the undisturbed run. There is one run of each, on a
+  machine with other work, so the numbers are uncertain by about 30 s. A kill costs a local update, and the import of Flower
+  and PyTorch if processes restart.
+- Log messages: those that the undisturbed run does not have, ignoring numbers. The .json.gz file has all of them.
+
+## What costs time
+
+- Flower needs one minute to detect that a ClientApp is dead, and three minutes to detect that a site will not send an announced
+  reply. During these three minutes the server's program receives no other reply (`pull_messages` waits), and no time limit applies.
+- A site that is away costs `absence` seconds in every round that selects it.
+- If a site sends a reply twice, the server receives one, because Flower stores the first only.
 """
 
 
 def new_log_lines(outcome: FaultOutcome, undisturbed: FaultOutcome) -> list[str]:
-    """Return the lines of the server's log that the undisturbed run does not have, ignoring numbers."""
-    usual = {re.sub(r"[\d.]+", "#", line) for line in undisturbed.log}
-    return list(dict.fromkeys(line for line in outcome.log if re.sub(r"[\d.]+", "#", line) not in usual))
+    """Return the lines of the server's log that the undisturbed run does not have; of lines that differ in numbers, the first."""
+
+    def without_numbers(line: str) -> str:
+        return re.sub(r"[\d.]+", "#", line)
+
+    usual = set(map(without_numbers, undisturbed.log))
+    found: dict[str, list[str]] = {}
+    for line in dict.fromkeys(outcome.log):
+        if without_numbers(line) not in usual:
+            found.setdefault(without_numbers(line), []).append(line)
+    return [lines[0] + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "") for lines in found.values()]
 
 
 def like(outcome: FaultOutcome) -> tuple[str, list[list[int]]]:
@@ -270,7 +287,7 @@ def like(outcome: FaultOutcome) -> tuple[str, list[list[int]]]:
 
 def table(outcomes: dict[str, FaultOutcome]) -> str:
     """Return the table of all faults."""
-    lines = ["| fault | what the server's log said | rounds | the end | seconds lost |", "|---|---|---|---|---|"]
+    lines = ["| fault | new messages in the server's log | rounds | result | seconds lost |", "|---|---|---|---|---|"]
     for name, outcome in outcomes.items():
         undisturbed = outcomes.get(UNDISTURBED[outcome.method])
         if undisturbed is None or name in UNDISTURBED.values():
@@ -282,8 +299,8 @@ def table(outcomes: dict[str, FaultOutcome]) -> str:
         ending += f", equal to the bit in {equal_runs} runs with these cohorts" if equal_runs > 1 else ""
         if same:
             ending = f"weights {memories}equal to the bit"
-        text = " / ".join(new_log_lines(outcome, undisturbed)).replace("|", "\\|") or "nothing"
-        cells = [outcome.what, text, f"{len(set(outcome.rounds))} of {OPTIONS['rounds']}", ending]
+        text = " / ".join(new_log_lines(outcome, undisturbed)).replace("|", "\\|") or "none"
+        cells = [FAULTS[name].what, text, f"{len(set(outcome.rounds))} of {OPTIONS['rounds']}", ending]
         lines.append(f"| {' | '.join(cells)} | {round(outcome.seconds - undisturbed.seconds)} |")
     return "\n".join(lines)
 
@@ -309,15 +326,22 @@ def format_page(record: dict[str, Any], outcomes: dict[str, FaultOutcome]) -> st
         for name, each in outcomes.items()
         if name in UNDISTURBED.values()
     ]
-    return f"""# What a federation survives
+    disturbed = {name: each for name, each in outcomes.items() if name not in UNDISTURBED.values()}
+    equal = sum(each.weights == outcomes[UNDISTURBED[each.method]].weights for each in disturbed.values())
+    complete = sum(len(set(each.rounds)) == OPTIONS["rounds"] for each in disturbed.values())
+    return f"""# Faults in a running federation
+
+A federation finished all its rounds in {complete} of {len(disturbed)} runs with a fault. In {equal} of them the final
+weights are bit-identical to those of an undisturbed run. In the rest, a site missed one or more rounds.
 
     {record["command"]}
-
+{record.get("note", "")}
 {table(outcomes)}
 
 Undisturbed: {"; ".join(undisturbed)}.
 {machine_["cores"]} cores of an {machine_["cpu"]}, shared with other work (load {machine_["load"][0]}); Python {machine_["python"]},
-torch {machine_["torch"]}, Flower {machine_["flwr"]}, halfmoon {machine_["halfmoon"]}.
+torch {machine_["torch"]}, Flower {machine_["flwr"]}, halfmoon {machine_["halfmoon"]}. Messages and
+seconds are those of this version.
 
 {NOTES}"""
 

@@ -255,9 +255,7 @@ def run_federation(here: BenchmarkProcesses, name: str, scene: Scene) -> Found:
 
 
 LOOPBACK_HEAD = "| | s a round | slowest site's computing, s | requests a round | SuperLink's processor, s a round | its memory, MB |"
-SLOW_HEAD = (
-    "| | s a round | slowest site's computing, s | link at best, s | times both | MB a round | times those needed |"
-)
+SLOW_HEAD = "| | s a round | slowest site's computing, s | ideal link, s | ratio to both | MB a round | ratio to the MB needed |"
 
 
 def loopback_row(name: str, found: Found) -> str:
@@ -282,7 +280,7 @@ def slow_row(name: str, found: Found) -> str:
 def page(found: dict[str, dict[str, Found]], facts: dict[str, Any]) -> str:
     """Return the results as a page."""
     titles = {"loopback": "On loopback", "slow": "20 ms each way, 1 Mbit/s in each direction"}
-    lines = ["# A round beyond its slowest site and its link", "", f"    {facts['command']}", ""]
+    lines = ["# The overhead of a round over the network", "", f"    {facts['command']}", ""]
     load = " to ".join(f"{value:.0f}" for value in facts["load"])
     lines += [f"{about(facts)} Load of the machine: {load}. Medians and ranges of all rounds but the first.", ""]
     for way, scenes in found.items():

@@ -49,10 +49,14 @@ RUN_VARIABLE = "HALFMOON_BENCHMARK"
 """An environment variable that identifies all processes of this run, whoever started them."""
 
 DESCRIPTION = """\
-Three sites of `halfmoon site export digits`, {rounds} rounds with all of them: labels at the sites (4 of each class a
-site on average), for SemiFL at the server. Each cell is the beginning of the SHA-256 of the final model's tensors
-(names, types, shapes, bytes): from `halfmoon run`'s simulator, from Flower's two apps in one process, from Flower's
-simulation engine (`flwr run`, Ray), and from three `halfmoon site join` and one `halfmoon serve` on loopback.
+Three sites of `halfmoon site export digits` train {rounds} rounds, all of them in each. The labels are at the sites (4 of each
+class at each site on average), and for SemiFL at the server. A cell is the beginning of the SHA-256 of the final
+model's tensors (names, types, shapes, bytes). The columns:
+
+- simulator: `halfmoon run`
+- in-process grid: Flower's two apps in one process
+- Flower on Ray: Flower's simulation engine (`flwr run`)
+- real processes: three `halfmoon site join` and one `halfmoon serve` on loopback
 """
 
 TIMEOUT = 600.0
@@ -362,8 +366,11 @@ def compare_ways(here: BenchmarkProcesses, method: str, rounds: int, ways: Seque
 def table(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], command: str, rounds: int) -> str:
     """Return the results as a page."""
     ways = list(rows[0]["hashes"])
+    equal = sum(row["equal"] for row in rows)
     lines = [
-        "# The same weights wherever a federation is trained",
+        "# The same weights in the simulator and over the network",
+        "",
+        f"{equal} of {len(rows)} methods end with bit-identical weights in all {len(ways)} ways of running a federation.",
         "",
         f"    {command}",
         "",

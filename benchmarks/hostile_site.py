@@ -1,10 +1,9 @@
-"""One site of five turns the sign of its update, times four: real processes, the default rule beside a mean.
+"""One site of five flips the sign of its update, times four: real processes, the default rule and a mean.
 
     python benchmarks/hostile_site.py [--rounds 12] [--out results/hostile_site]
 
-Each way is played once, with digits, ten labels a site and soft labels: nobody hostile, a hostile site, and a hostile
-site whose federation takes a plain mean. Writes .md: the accuracies, and how often the log names the site. Only
-Linux.
+Each federation runs once, with digits, ten labels a site and soft labels: without a hostile site, with one, and with one
+under a plain mean. Writes .md: the accuracies, and in how many rounds the log names the site. Only Linux.
 """
 
 import argparse
@@ -26,15 +25,15 @@ SITES = tuple(f"site-{number:02}" for number in range(5))
 EXPORT = ("site", "export", "digits", "--sites", "5", "--labels-per-class", "1", "--setting", "iid-dir")
 OPTIONS = {"method": "fedavg-soft-labels", "steps": 6}
 WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "calm": ("nobody is hostile, default", "", {}),
-    "hostile": ("a hostile site, default", "turned", {}),
+    "calm": ("no hostile site, default rule", "", {}),
+    "hostile": ("a hostile site, default rule", "turned", {}),
     "hostile-mean": ("a hostile site, mean", "turned", {"aggregation": "mean"}),
 }
-"""What a way is called, how its hostile site misbehaves, and its options."""
+"""Description, misbehavior of the hostile site, and options."""
 
 
 def run_federation(folder: Path, spoil: str, options: dict[str, Any]) -> tuple[float, int, list[str]]:
-    """Return the accuracy of the last model in percent, and which sites the log names how often as left out."""
+    """Return the accuracy in percent, the number of rounds that left the victim out, and other sites that were left out."""
     export(*EXPORT, out=folder / "sites")
     file = written(folder / "sites", options)
     file.write_text(file.read_text() + f"min_replies = {len(SITES)}\n")
@@ -56,26 +55,35 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--out", type=Path, default=Path("results/hostile_site"))
-    options, began = parser.parse_args(), time.monotonic()
-    lines = ["| federation | accuracy (%) | rounds without the site | other sites left out |", "|---|--:|--:|---|"]
+    options = parser.parse_args()
+    start = time.monotonic()
+    lines = [
+        "| federation | accuracy (%) | rounds that left the site out | other sites left out |",
+        "|---|--:|--:|---|",
+    ]
+    results: dict[str, str] = {}
     for way in options.only:
         name, spoil, own = WAYS[way]
         with tempfile.TemporaryDirectory(prefix="halfmoon-hostile-") as folder, interruptible():
             accuracy, count, others = run_federation(Path(folder), spoil, {**OPTIONS, **own, "rounds": options.rounds})
         lines.append(f"| {name} | {accuracy:.1f} | {count} of {options.rounds} | {', '.join(others) or 'none'} |")
+        results[way] = f"{accuracy:.1f}"
         print(lines[-1], flush=True)
+    finding = ", ".join(f"{accuracy} % ({WAYS[way][0]})" for way, accuracy in results.items())
     where = ", ".join(f"{name} {value}" for name, value in machine().items())
     page = f"""# A hostile site among real processes
 
+The default rule of aggregation detects a hostile site of five over real processes. The accuracies are {finding}.
+
     {" ".join(["python benchmarks/hostile_site.py", *sys.argv[1:]])}
 
-Five sites of `halfmoon site join` with ten labels each, and `halfmoon serve`. {VICTIM} sends its update with the sign
-turned, times four, in every round. The default is `{DEFAULT_DEFENSES[0]}`. Each way was played once, so the table shows that it
-works, not how much it costs ([attacks](attacks.md) has more seeds).
+Five sites of `halfmoon site join` with ten labels each, and `halfmoon serve`. The method is soft labels. {VICTIM} flips
+the sign of its update and multiplies it by four, in every round. The default rule is `{DEFAULT_DEFENSES[0]}`. Each federation
+ran once, so the table shows that the rule works, and not how much it costs. [Attacks](attacks.md) has more seeds.
 
 {chr(10).join(lines)}
 
-{time.monotonic() - began:.0f} s; {where}.
+{time.monotonic() - start:.0f} s; {where}.
 """
     options.out.with_suffix(".md").write_text(page)
 

@@ -9,11 +9,15 @@ possible images. OUT.md has the points of accuracy on test images that are lost 
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "results"))
+
 import numpy as np
+import records
 import torch
 
 from halfmoon import Config
@@ -216,13 +220,8 @@ def main() -> None:
             cells.append(f"{np.mean(lost):.1f} ({max(lost):.1f})")
         lines.append(f"| {attack} | " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)
-    text = (
-        f"# Hostile sums\n\nPoints lost, mean of {len(given.seeds)} seeds (the worst one):\n\n"
-        + "\n".join(lines)
-        + "\n"
-    )
-    given.out.with_suffix(".md").write_text(text)
-    print(text)
+    head = f"# Hostile sums\n\nPoints of accuracy lost, mean of {len(given.seeds)} seeds (largest loss)."
+    records.replace_table(given.out.with_suffix(".md"), "\n".join(lines), head)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ request and a reply with the same update, read and averaged. Bytes are those of 
 import argparse
 import json
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -19,6 +20,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "results"))
+
+import records
 import torch
 
 from halfmoon.api.uploads import Upload, stack
@@ -129,18 +133,10 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     return row
 
 
-def format_page(rows: list[Row], command: str) -> str:
+def format_table(rows: list[Row]) -> str:
     """Return the table."""
     lines = [
-        "# The cost of a masked sum",
-        "",
-        f"    {command}",
-        "",
-        *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(),
-        "",
-        f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, one thread.",
-        "",
-        "| sites | parameters | drop out | a site, s | plain, s | the server, s | plain, s | up, kB | plain, kB "
+        "| sites | parameters | dropped out | a site, s | plain, s | the server, s | plain, s | up, kB | plain, kB "
         "| down, kB | plain, kB | notes, kB |",
         "|" + "---|" * 12,
     ]
@@ -151,7 +147,7 @@ def format_page(rows: list[Row], command: str) -> str:
             *(f"{count / 1000:,.1f}" for count in (each.up, each.plain_up, each.down, each.plain_down, each.notes)),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -174,8 +170,8 @@ def main() -> None:
     atomic_io.write_atomically(
         options.out.with_suffix(".json"), (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode()
     )
-    command = "OMP_NUM_THREADS=1 python benchmarks/secure_sums.py"
-    atomic_io.write_atomically(options.out.with_suffix(".md"), format_page(rows, command).encode())
+    head = f"# The cost of a masked sum\n\n{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}."
+    records.replace_table(options.out.with_suffix(".md"), format_table(rows), head)
 
 
 if __name__ == "__main__":

@@ -248,15 +248,33 @@ def format_page(record: dict[str, Any]) -> str:
         f"| {role} | {middle / 2**20:.1f} | {last / 2**20:.1f} | {files[role][0]:g} | {files[role][1]:g} |"
         for role, (middle, last) in memory.items()
     )
+    names = {
+        "clock": "moved clocks",
+        "kill": "kills",
+        "network": "network cuts",
+        "stood still": "pauses",
+        "nothing": "others",
+    }
+    listed = ", ".join(f"{count} {names[kind]}" for kind, count in sorted(kinds.items()))
     return f"""# A federation that is disturbed for a long time
+
+A federation of five sites and a server finished {record["rounds"]} rounds in {record["minutes"]} minutes, in spite of
+{len(record["events"])} disturbances. The final model has {same} the simulator's, and no process uses more than {largest:.1%} more memory
+at the end than in the middle.
 
     {record["command"]}
 
 ![memory and open files of every process](soak.png)
 
-Five sites and a server, {record["rounds"]} rounds in {record["minutes"]} minutes, {len(record["events"])} disturbances:
-{", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))}. The model has {same} the simulator's.
-No process grows by more than {largest:.1%} from the middle third of its longest life to the last.
+The disturbances were {listed}:
+
+- Kill: SIGKILL of a process. A command that was killed is restarted.
+- Network cut: for seconds to minutes, all connections of a site's link are closed and new ones refused.
+- Pause: a process of a site is stopped for a while.
+- Moved clock: `time.time` in the processes of one site changes by an hour.
+
+One site also sleeps before each reply. The table has the median memory and open files in the middle third and in the last third of each
+process's longest lifetime.
 
 | process | MiB, middle third | last third | open files, middle third | last third |
 |---|--:|--:|--:|--:|
@@ -264,8 +282,7 @@ No process grows by more than {largest:.1%} from the middle third of its longest
 
 {machine_["cores"]} cores of an {machine_["cpu"]}, shared with other work (load {machine_["load"][0]}); Python {machine_["python"]},
 torch {machine_["torch"]}, Flower {machine_["flwr"]}.
-[soak.json.gz](soak.json.gz) has a sample a minute and all events. "Clock": what `time.time` says in the processes of one site. A cut
-closes all connections of a site's link and admits none.
+[soak.json.gz](soak.json.gz) has a sample a minute and all events.
 """
 
 

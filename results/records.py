@@ -8,6 +8,7 @@ import csv
 import gzip
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,14 @@ def read_text(path: Path) -> str:
 def write_text(path: Path, text: str) -> None:
     """Compress a text into a file, atomically; the same text gives the same bytes."""
     atomic_io.write_atomically(path, gzip.compress(text.encode(), mtime=0))
+
+
+def replace_table(page: Path, table: str, head: str) -> None:
+    """Replace the first table of a Markdown page, keeping the text around it; write a page with `head` if there is none."""
+    text = page.read_text() if page.exists() else f"{head}\n\n|\n"
+    atomic_io.write_atomically(
+        page, re.sub(r"(?:^\|.*\n)+", lambda _: f"{table}\n", text, count=1, flags=re.M).encode()
+    )
 
 
 @contextmanager
