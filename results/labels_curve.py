@@ -184,7 +184,7 @@ def _tables(found: Found, seconds: dict[tuple[Any, ...], list[float]]) -> dict[s
         data, where, setting, row = key
         name = f"{data}, {'places' if setting in LABEL_SETTINGS else where}"
         amounts = sorted({each[4] for each in found if each[:3] == key[:3]})
-        head = ["row", "clients", *map(str, amounts), "seconds"]
+        head = ["method", "clients", *map(str, amounts), "seconds"]
         lines = tables.setdefault(name, [_cells(head), _cells(["---", "---", *["--:"] * (len(amounts) + 1)])])
         cells = [_cell(found, key, amount) for amount in amounts]
         lines.append(_cells([row, setting, *cells, f"{fmean(seconds[key]):.1f}"]))

@@ -167,7 +167,7 @@ def report_feddb(runs: Path) -> list[str]:
 
 def report_semifl(runs: Path) -> list[str]:
     lines = [
-        "| server fine-tunes the average | pseudo-labels of | test accuracy, % | pseudo-labels correct, % | over neither | seeds |",
+        "| server fine-tunes the average | pseudo-labels of | test accuracy, % | pseudo-labels correct, % | minus neither | seeds |",
         "|---|---|---|---|---|--:|",
     ]
 
@@ -218,9 +218,9 @@ def report_feddure(runs: Path) -> list[str]:
 
 
 TABLES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
-    "fedloke": ("FedLoKe, Figure 4: whose pseudo-labels are right?", report_fedloke),
-    "feddb": ("FedDB, Figure 3: what does a model's bias follow?", report_feddb),
-    "semifl": ("SemiFL, Table 2: what does alternate training bring?", report_semifl),
+    "fedloke": ("FedLoKe, Figure 4: whose pseudo-labels are correct?", report_fedloke),
+    "feddb": ("FedDB, Figure 3: what does a model's bias depend on?", report_feddb),
+    "semifl": ("SemiFL, Table 2: what does alternating training gain?", report_semifl),
     "feddure": ("FedDure, Theorem 2: does C-reg's gradient vanish?", report_feddure),
 }
 
