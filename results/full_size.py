@@ -144,7 +144,7 @@ def accuracy_table(entries: list[dict[str, str]]) -> str:
         key = (entry["device"], entry["row"], entry["seed"])
         runs.setdefault(key, {})[int(entry["round"])] = float(entry["accuracy"])
     stages = ((30, 50), (75, 95), (175, 195))
-    table = "| device | row | seed | last round | its accuracy % |"
+    table = "| device | method | seed | last round | accuracy there % |"
     table += "".join(f" rounds {first} to {last} % |" for first, last in stages)
     table += " published % (round 200) |\n|---|---|--:|--:|--:|" + "--:|" * len(stages) + "--:|\n"
     for device, row, seed in sorted(runs, key=lambda key: (key[0], list(ROWS).index(key[1]), key[2])):
@@ -159,7 +159,7 @@ def accuracy_table(entries: list[dict[str, str]]) -> str:
 def regulator_table(entries: list[dict[str, str]]) -> str:
     """Return a table of FedDure's weights by thirds of the rounds that were trained: the mean over runs and rounds."""
     stages = ((1, 20), (21, 60), (61, 110))
-    table = "| device | rounds | runs | right pseudo-labels % | AUC of confidence | AUC of F-reg's weights | mean m |"
+    table = "| device | rounds | runs | correct pseudo-labels % | AUC of confidence | AUC of F-reg's weights | mean m |"
     table += " spread of m | mean d |\n|---|---|--:|--:|--:|--:|--:|--:|--:|\n"
     for device in sorted({entry["device"] for entry in entries}):
         for first, last in stages:
