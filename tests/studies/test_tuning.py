@@ -93,6 +93,38 @@ def test_refused_data_leave_no_search(tmp_path: Path) -> None:
     assert not (tmp_path / "t").exists()
 
 
+@pytest.mark.parametrize(
+    ("method", "knobs", "expected"),
+    [
+        (
+            "fedavg-fixmatch",
+            ["fedavg-fixmatch.threshold=0.5,7"],
+            "with fedavg-fixmatch.threshold 7: option threshold of",
+        ),
+        (
+            "fedavg-fixmatch",
+            ["fedavg-fixmatch.threshold=0.5..7"],
+            "with fedavg-fixmatch.threshold 7: option threshold of",
+        ),
+        ("fedavg-fixmatch", ["feddure.hidden=4,8"], "no effect, because the search trains fedavg-fixmatch"),
+        (
+            "fedavg",
+            ["lr=0.01,0.1", "labels_per_class=1,1000"],
+            "with lr 0.01, labels_per_class 1000: .* needs .* labeled",
+        ),
+        ("fedavg", ["cohort=1..99"], "with cohort 99: cohort is 99"),
+        ("fedavg", ["network=small,nope"], "with network nope: network is 'nope'"),
+    ],
+)
+def test_values_that_cannot_run_are_refused_before_the_first_trial(
+    tmp_path: Path, method: str, knobs: list[str], expected: str
+) -> None:
+    """They were refused when their trial came, and the journal refused the corrected search."""
+    with pytest.raises(UserError, match=expected):
+        tune(Config(**{**TINY, "method": method}), [Knob.parse(text) for text in knobs], 2, [100], tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
 def test_no_model_is_shown_a_test_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With other test images the search is the same, bit by bit; no row of any run speaks of them."""
     one = tune(Config(**TINY), KNOBS, 2, [100], tmp_path / "a")

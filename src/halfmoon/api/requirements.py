@@ -24,6 +24,7 @@ class Requirements:
         min_class_images: fewest labeled images of a class at a client that has any, because its upload has a sum or a
             mean over exactly these images. A site with fewer is refused, unless the sums are secure. 0 for no limit.
         min_unlabeled_images: the same for the unlabeled images of a client.
+        every_client: whether each round needs all clients, so that the cohort must be as large as their number.
     """
 
     aggregation: Literal["sum", "individual"] = "individual"
@@ -34,6 +35,7 @@ class Requirements:
     period: int = 1
     min_class_images: int = 0
     min_unlabeled_images: int = 0
+    every_client: bool = False
 
 
 SUM = Requirements("sum", "")

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if isinstance(error, base.CommandExit) and error.__cause__ is not None:
                 raise error.__cause__ from None
             raise
-        message_and_code = _describe_error(error)
+        message_and_code = _describe_error(error, arguments)
         if message_and_code is None:  # a bug
             raise
         message, code = message_and_code
@@ -131,8 +131,42 @@ def _is_skip_confirmed(error: BaseException, arguments: Sequence[str]) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _describe_error(error: BaseException) -> tuple[str, int] | None:
+OPTION_FILES = {
+    "sweep": "in the recipe",
+    "recipes": "in the recipe",
+    "serve": "in the federation's file",
+    "site": "in the federation's file",
+}
+"""Commands that lack most options of a run, and where these are set for them."""
+
+
+def _write_option(arguments: Sequence[str], option: str, value: str) -> str:
+    """Write an option in an error: as a flag if the command has it, else as a name and where it is set.
+
+    Args:
+        arguments: the command line.
+        option: the configuration name of the option.
+        value: its value, "" without one.
+    """
+    _, commands = _build_parser(full=False)
+    command = arguments[0] if arguments else ""
+    flag = f"--{option.replace('_', '-')}"
+    if command not in commands or option == RESUME or flag in base.flag_names(commands[command], arguments[1:2]):
+        return as_flag(option, value)
+    if option in settings.option_types() and command in OPTION_FILES:
+        key = "--out" if option == "run_dir" and command == "sweep" else f"{option}{f' = {value}' if value else ''}"
+        return key if key == "--out" else f"{key} {OPTION_FILES[command]}"
+    owners = [name for name, parser in commands.items() if flag in base.flag_names(parser, ())]
+    # A positional argument, such as the folder of a command, is written by its name.
+    return f"{as_flag(option, value)} of halfmoon {owners[0]}" if owners else option
+
+
+def _describe_error(error: BaseException, arguments: Sequence[str]) -> tuple[str, int] | None:
     """Describe an error that stopped a command.
+
+    Args:
+        error: the error.
+        arguments: the command line, by which the options in the message are written.
 
     Returns:
         The message for the user and the exit code; None for a bug, whose traceback is useful.
@@ -143,7 +177,7 @@ def _describe_error(error: BaseException) -> tuple[str, int] | None:
         # A full or failing disk is reported as a UserError for its message, but is no mistake of the user.
         cause = error.__cause__
         disk_failed = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-        return str(error), 1 if disk_failed else 2
+        return error.render(partial(_write_option, arguments)), 1 if disk_failed else 2
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'}: {error.strerror or error}.", 1
     if isinstance(error, KeyboardInterrupt):

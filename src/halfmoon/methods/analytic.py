@@ -304,6 +304,7 @@ class RidgeHead:
             counts_statistics="aggregation 'mean' among trusted sites",
             min_class_images=self.min_class_images,
             min_unlabeled_images=self.min_class_images,
+            every_client=True,
         )
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:

@@ -97,8 +97,9 @@ class CBAFed(ModelAveraging):
 
     def start(self, task: Task, model: Tree) -> Tree:
         # Before the first upload all classes have the same share. The first model is the saved one.
-        head = model["params"]["head"]["weight"]
-        return {**model, "share": head.new_full((len(head),), 1 / len(head)), "saved": dict(model)}
+        classes = task.network.classes
+        like = next(tree.leaves(model["params"]))
+        return {**model, "share": like.new_full((classes,), 1 / classes), "saved": dict(model)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Run a round of CBAFed: train the cohort, average, and every `residual_every` rounds blend in an older model.

@@ -83,6 +83,10 @@ class FedCon(ModelAveraging):
     target_decay: float = 0.999
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
+        if task.network.head is None:
+            raise UserError(
+                "fedcon needs a network that ends in a linear layer: its predictor works on that layer's input."
+            )
         return {"train": FedConClient(task, self), "fine-tune": FedConServerUpdate(task, self)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
@@ -156,7 +160,7 @@ class FedConClient(ClientUpdate):
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
-        head = _head_weight(self.task, broadcast["params"])
+        head = self.task.network.head_layer(broadcast["params"], "fedcon")["weight"]
         predictor = _new_predictor(generator, features=head.shape[1])
         return {"target": broadcast["params"], PREDICTOR: tree.to(predictor, head.device, head.dtype)}
 
@@ -215,15 +219,6 @@ class FedConClient(ClientUpdate):
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + 4 * unlabeled, labeled + 2 * unlabeled)
-
-
-def _head_weight(task: Task, params: Tree) -> Tensor:
-    """Return the weight (classes, F) of the head; raise `UserError` if the network does not end in a linear layer."""
-    if task.network.head is None:
-        raise UserError(
-            "fedcon needs a network that ends in a linear layer: its predictor works on that layer's input."
-        )
-    return tree.flatten(params)[f"{task.network.head}/weight"]
 
 
 def _network_params(params: Tree) -> Tree:

@@ -88,6 +88,7 @@ class ProtoFSSL:
         return {"train": ProtoFSSLClient(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
+        task.network.check_head_name("ProtoFSSL")
         head = model["params"]["head"]
         if "bias" not in head:
             raise UserError("ProtoFSSL's prototypes make a head with a bias; set norm to 'batch' or 'group'.")

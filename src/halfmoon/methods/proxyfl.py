@@ -72,6 +72,7 @@ class ProxyTuning:
         return self.method.client_updates(task)
 
     def start(self, task: Task, model: Tree) -> Tree:
+        task.network.check_head_name("ProxyFL")
         return self.method.start(task, model)
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:

@@ -42,7 +42,7 @@ class Standardization:
     """
 
     def requirements(self, norm: str) -> Requirements:
-        return Requirements(aggregation="sum", label_locations=ALL_LABEL_LOCATIONS)
+        return Requirements(aggregation="sum", label_locations=ALL_LABEL_LOCATIONS, every_client=True)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"mean": MeanSums(task), "spread": SpreadSums(task)}

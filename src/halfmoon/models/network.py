@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -83,6 +83,35 @@ class Network(ABC):
     def head(self) -> str | None:
         """Path of the last linear layer; None if there is no such layer."""
         return "head"
+
+    def head_layer(self, params: Tree, method: str) -> Tree:
+        """Return the parameters of the last linear layer: "weight" (classes, F), and "bias" (classes,) if it has one.
+
+        Args:
+            params: the parameters of the network.
+            method: the name of the method that needs the layer, for the error.
+
+        Raises:
+            UserError: the network does not end in a linear layer.
+        """
+        if self.head is None:
+            raise UserError(f"{method} needs a network that ends in a linear layer: choose another network or method.")
+        layer: Any = params
+        for name in self.head.split("/"):
+            layer = layer[name]
+        return layer
+
+    def check_head_name(self, method: str) -> None:
+        """Raise UserError unless the last layer is called "head", as in halfmoon's networks.
+
+        Args:
+            method: the name of the method that adds or replaces layers next to it, for the error.
+        """
+        if self.head != "head":
+            raise UserError(
+                f"{method} needs one of halfmoon's networks, as it works on the weights of their last layer: choose another "
+                "network or method."
+            )
 
     @property
     def has_dropout(self) -> bool:

@@ -1,19 +1,31 @@
 """Checks of jobs before training, for errors that would otherwise appear only in the middle of a run."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
+import torch
 
-from halfmoon.config.schema import Config, check_label_location, explicit_method_options
+from halfmoon.api.requirements import requirements_of
+from halfmoon.config.schema import (
+    Config,
+    check_effects,
+    check_label_location,
+    check_methods,
+    explicit_method_options,
+)
+from halfmoon.config.sections import DataOptions
+from halfmoon.config.validation import effective_norm
 from halfmoon.core.arithmetic import GPU_PRECISIONS
 from halfmoon.core.errors import UserError
-from halfmoon.data import sources
+from halfmoon.data import Source, sources
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER, Split
+from halfmoon.engine.loop import initial_model
 from halfmoon.methods import registry
 from halfmoon.models.passes import is_emulated
 from halfmoon.runs import factory, workers
-from halfmoon.runs.callbacks import Callback
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import Job
 
@@ -64,9 +76,9 @@ def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback, sites: Seq
     entries = [registry.entry(job.config.method) for job in jobs]
     _check_titles(entries)
     for job, entry in zip(jobs, entries, strict=True):
-        # Both raise `UserError` for options that do not fit.
-        factory.build_method(job.config)
-        workers.count_workers(job.config)
+        workers.count_workers(job.config)  # raises `UserError` for options that do not fit
+        if job.config.seed == config.seed:  # seeds of one method have the same result
+            _check_method(job.config, shared)
         if entry.pooled and job.config.attack != "none":
             raise UserError(f"attack needs clients, but method {entry.name} has all rows in one place; leave it out.")
     _check_labels(entries, shared, sites)
@@ -75,9 +87,87 @@ def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback, sites: Seq
     _report_federation_options(jobs, watch)
 
 
+def _check_method(config: Config, shared: Problem) -> None:
+    """Raise UserError if a method cannot start on the network, the clients and the labels of a run."""
+    method = factory.build_method(config)
+    norm = effective_norm(config)
+    clients = shared.split.clients
+    if requirements_of(method, norm).every_client and config.cohort != clients:
+        raise UserError(
+            f"cohort is {config.cohort}, but every round of {config.method} needs all {clients} clients: set it to "
+            f"{clients}."
+        )
+    if norm == "batch" and getattr(method, "sbn", None) == "server" and not (shared.split.client == SERVER).any():
+        raise UserError(
+            f"sbn of {config.method} is 'server', but the server has no image to estimate the statistics of batch "
+            "normalization on: set it to 'all' or 'cohort'."
+        )
+    # The server's first tree depends on the network: some methods need a network with a last layer of a certain kind.
+    method.client_updates(shared.task)
+    method.start(shared.task, initial_model(shared.task, config.seed, factory.select_device(config)))
+
+
 def check_image_options(config: Config) -> None:
     """Raise UserError if the options `crop` or `window` of a new run have no effect on any of its images."""
     sources.check_image_options(config.data, config.data_dir, factory.image_preparation(config))
+
+
+def find_errors(configs: Sequence[Config]) -> dict[int, UserError]:
+    """Check runs of one search or sweep without training: options, data, split, network and method.
+
+    Runs on the same images load them once. Features of a frozen backbone, which take long, are not computed.
+
+    Args:
+        configs: the configurations of the runs.
+
+    Returns:
+        The error of each run that cannot start, by its index in `configs`.
+    """
+    errors: dict[int, UserError] = {}
+    names = [field.name for field in fields(DataOptions)]
+    # Grouped by their images, of which those of one group are in memory at a time.
+    indices_by_data: dict[str, list[int]] = {}
+    for index, config in enumerate(configs):
+        indices_by_data.setdefault(repr([getattr(config, name) for name in names]), []).append(index)
+    for indices in indices_by_data.values():
+        try:
+            check_image_options(configs[indices[0]])
+            raw = factory.load_images(configs[indices[0]])
+        except UserError as error:
+            errors |= dict.fromkeys(indices, error)
+            continue
+        for index in indices:
+            try:
+                _check_run(configs[index], raw)
+            except UserError as error:
+                errors[index] = error
+    return errors
+
+
+def _check_run(config: Config, raw: Source) -> None:
+    """Raise UserError if a run of a configuration cannot start; `raw` has its images, before they are padded."""
+    check_methods(config)
+    check_effects(config, config.method)
+    data = factory.fit_to_network(config, raw)
+    split = factory.get_split(config, data)
+    image_spec = factory.ImageSpec.of(data)
+    task = factory.build_task(config, image_spec)
+    batching, server_batching = factory.build_batch_rules(config)
+    _, height, width, _ = raw.train.images.shape
+    examples = factory.to_examples(data.train, torch.device("cpu"))
+    problem = Problem(
+        source=data,
+        split=split,
+        train=examples,
+        test=None,
+        task=task,
+        views=factory.build_views(config, image_spec),
+        batching=batching,
+        serving=server_batching,
+        input_size=(height, width),
+        validation=None if data.validation is None else factory.to_examples(data.validation, torch.device("cpu")),
+    )
+    check_jobs([Job(".", config)], problem, NULL_CALLBACK)
 
 
 def _semi_supervised(entries: Sequence[registry.MethodEntry]) -> list[registry.MethodEntry]:

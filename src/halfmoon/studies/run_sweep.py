@@ -10,11 +10,11 @@ from typing import Any
 from halfmoon.config.schema import Config, identity, to_toml
 from halfmoon.core.errors import UserError
 from halfmoon.engine.executors.base import Executor, WorkerDied
-from halfmoon.runs import runner
+from halfmoon.runs import checks, runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, GroupedRuns
 from halfmoon.studies.grid import RecipeCell, build_cells
 from halfmoon.studies.sweep_folder import SweepFolder, make_run_entry
-from halfmoon.studies.sweep_tasks import SweepTask, TaskResult, run_task
+from halfmoon.studies.sweep_tasks import SweepTask, TaskResult, describe_error, run_task
 
 POLL_SECONDS = 2.0
 """Seconds between checks of a run that another process executes."""
@@ -47,6 +47,7 @@ def run_sweep(
     executor: Executor,
     on_report: Callable[[RunReport], None],
     callback: Callback = NULL_CALLBACK,
+    check_first: bool = True,
 ) -> list[str]:
     """Train the runs of the requested cells that are not finished, all cells with the first seed first.
 
@@ -60,6 +61,7 @@ def run_sweep(
         on_report: Receives every run that is over, those that were finished before included.
         callback: Receives the progress of every run, where the run is executed; an executor with other processes sends
             it there.
+        check_first: Check on this machine that each run can start, before the first one trains.
 
     Returns:
         One sentence for every run that failed.
@@ -107,6 +109,12 @@ def run_sweep(
                 folder.run_path(run_id).absolute(), to_toml(config), split_only=folder.recipe.kind == "splits"
             )
             run_ids[task] = run_id
+    if check_first and folder.recipe.kind != "splits":
+        # Runs that cannot start are reported now, not after the hours of those before them.
+        tasks = list(run_ids)
+        for index, error in checks.find_errors([runs[run_ids[task]][1] for task in tasks]).items():
+            record_result(tasks[index], TaskResult(summary=None, failed=describe_error(error)))
+            del run_ids[tasks[index]]
     run_all(list(run_ids))
     # Another process executes the remaining runs. Wait for it, or resume them if it was stopped: a run that it has
     # finished returns its summary at once, and one whose folder is still locked remains busy.

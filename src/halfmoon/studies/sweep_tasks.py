@@ -6,14 +6,16 @@ the same folders. The progress of a worker that is killed is in the run's folder
 
 import tomllib
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from halfmoon.config.schema import Config, resolve
-from halfmoon.core.errors import Diverged, OptionText, UserError
+from halfmoon.core.errors import RESUME, Diverged, OptionText, UserError, as_flag, as_keyword
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.storage.folder_writer import FolderInUse
@@ -74,7 +76,7 @@ def run_task(task: SweepTask, callback: Callback = NULL_CALLBACK) -> TaskResult:
     except FolderInUse as error:
         return TaskResult(summary=None, failed=error.as_text(), busy=True)
     except UserError as error:
-        return TaskResult(summary=None, failed=error.as_text())
+        return TaskResult(summary=None, failed=describe_error(error))
     except Diverged as error:
         return TaskResult(summary=None, failed=str(error))
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -86,6 +88,25 @@ def run_task(task: SweepTask, callback: Callback = NULL_CALLBACK) -> TaskResult:
         path.write_text(traceback.format_exc(), encoding="utf-8")
         reason = f"{type(error).__name__}: {_first_line(error)}; the traceback is in {path}."
         return TaskResult(summary=None, failed=reason)
+
+
+SWEEP_OPTIONS = frozenset({"data_dir", "cache", "device", "executor", "threads", "workers", "memory_cap"})
+"""Options of a run that a sweep has, too."""
+
+
+def describe_error(error: UserError) -> OptionText:
+    """Word the error of a run for a sweep, where most options of a run are in the recipe."""
+
+    def write(write_sweep_option: Callable[[str, str], str], option: str, value: str) -> str:
+        if option == "run_dir":
+            return write_sweep_option("out", value)
+        if option == RESUME or option in SWEEP_OPTIONS:
+            return write_sweep_option(option, value)
+        return f"{option} = {value} in the recipe" if value else f"{option} in the recipe"
+
+    text = OptionText(error.render(partial(write, as_flag)))
+    text.python_text = error.render(partial(write, as_keyword))
+    return text
 
 
 def _parse_config(task: SweepTask) -> Config:

@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,10 @@ from halfmoon.config.schema import Config
 from halfmoon.core import rng
 from halfmoon.core.errors import Diverged, UserError, install_command
 from halfmoon.core.spreadsheet import escape_formula
-from halfmoon.runs import factory, runner
+from halfmoon.runs import checks, runner
 from halfmoon.storage import atomic_io
 from halfmoon.storage.events import EventRecorder, NullRecorder
+from halfmoon.storage.output_paths import check_output_folder
 
 if TYPE_CHECKING:
     import optuna
@@ -47,6 +48,9 @@ DEFAULT_VALIDATION_SHARE = 0.2
 
 DEFAULT_KNOBS = ("lr=3e-4..1e-2", "labeled_view=cutout,weak,plain", "server_ema=0,0.9")
 """The options that are searched if none is named."""
+
+MAX_CHECKED_RUNS = 64
+"""Largest number of combinations of values that are all checked before the first trial."""
 
 LOG_SCALE_FACTOR = 10
 """Ranges whose ends differ by this factor or more are searched on a logarithmic scale."""
@@ -119,6 +123,13 @@ class Knob:
             raise UserError(f"--knob {text!r}: {name} is no number; name its values: {name}=A,B.")
         return cls(name, choices=(), low=low, high=high, whole=float not in types)
 
+    @property
+    def extreme_values(self) -> tuple[Any, ...]:
+        """The values to choose from, or both ends of the range."""
+        if self.choices:
+            return self.choices
+        return (int(self.low), int(self.high)) if self.whole else (self.low, self.high)
+
     def sample(self, trial: optuna.Trial) -> Any:
         """Sample the option's value for a trial."""
         if self.choices:
@@ -183,8 +194,9 @@ def tune(
         [settings.to_toml(replace(config, run_dir=None)), [str(knob) for knob in knobs], list(seeds)]
     )
     if not (folder / JOURNAL_FILE).exists():
-        # Before the journal is written: it would refuse the same search with corrected options of the data.
-        factory.get_split(config, factory.load_images(config))
+        # Before the journal is written: it would refuse the same search with corrected options.
+        _check_values(config, knobs)
+        check_output_folder(folder, "run_dir")
     study = _open_study(optuna, folder)
     # TPE starts from its seed in every process: with the same seed, a resumed search would repeat its first
     # proposals. The number of trials in the journal makes the seed a new one.
@@ -228,6 +240,48 @@ def tune(
         _write_results(folder, config, _finished_trials(study), knobs)
     _write_results(folder, config, finished, knobs)
     return sorted(finished, key=lambda trial: -1.0 if trial.accuracy is None else trial.accuracy, reverse=True)
+
+
+def _check_values(config: Config, knobs: Sequence[Knob]) -> None:
+    """Raise UserError if a run with some values of the knobs could not start.
+
+    All combinations are checked if each knob has a list of values and there are at most `MAX_CHECKED_RUNS`. Otherwise
+    each value, or both ends of a range, is checked with the first values of the other knobs.
+    """
+    for knob in knobs:
+        method = knob.name.partition(".")[0]
+        if "." in knob.name and method not in (config.method, config.reference):
+            raise UserError(
+                f"--knob {knob.name}: it has no effect, because the search trains {config.method}; search an option of that "
+                "method, or of a run."
+            )
+    values_by_name = {knob.name: knob.extreme_values for knob in knobs}
+    combinations = [
+        dict(zip(values_by_name, each, strict=True))
+        for each in islice(product(*values_by_name.values()), MAX_CHECKED_RUNS + 1)
+    ]
+    if len(combinations) > MAX_CHECKED_RUNS:
+        first = {name: values[0] for name, values in values_by_name.items()}
+        combinations = [{**first, name: value} for name, values in values_by_name.items() for value in values]
+    configs: list[Config] = []
+    for values in combinations:
+        try:
+            configs.append(apply_values(config, values))
+        except UserError as error:
+            raise _add_values(error, values) from error
+    errors = checks.find_errors(configs)
+    if len(errors) == len(configs) and len({str(error) for error in errors.values()}) == 1:
+        raise errors[0]  # the values do not matter, but the data or another option
+    for index, error in errors.items():
+        raise _add_values(error, combinations[index]) from error
+
+
+def _add_values(error: UserError, values: Mapping[str, Any]) -> UserError:
+    """Return an error of a run, with the values of the knobs that it would have."""
+    message = error.message
+    if error.options and error.value is not None:
+        message = f"{{{error.options[0]}}} is {error.value}: {message}"
+    return UserError(f"with {_format_values(values)}: {message}", option=error.options, hint=error.hint)
 
 
 def _open_study(optuna: Any, folder: Path) -> optuna.Study:

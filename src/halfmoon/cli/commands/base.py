@@ -337,6 +337,14 @@ def action_names(parser: argparse.ArgumentParser) -> list[str]:
     return [name for action in nested for name in action.choices]
 
 
+def flag_names(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
+    """List the flags of a command; of one with actions, those of the action that is the first of `words`, or of all."""
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    actions = {name: each for action in nested for name, each in action.choices.items()}
+    selected = [actions[words[0]]] if words and words[0] in actions else [*actions.values()]
+    return {flag for each in (parser, *selected) for flag in each._option_string_actions}
+
+
 def model_flag_error(command: str) -> UserError:
     """Build the error about `--model` of a command whose first argument is the model."""
     return UserError(f"{command} has no --model, its first argument is the model: write halfmoon {command} RUN ...")

@@ -162,7 +162,8 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
             # With several processes, trackers run in the workers; the progress display cannot be sent there.
             is_here = args.engine != "ray" and jobs == 1
             callback = Callbacks(progress, trackers, failures=progress) if is_here else trackers
-            failed = run_sweep(folder, cells, executor, print_step, callback)
+            # Only the machines of a cluster need to have the data and a GPU.
+            failed = run_sweep(folder, cells, executor, print_step, callback, check_first=args.engine != "ray")
     except KeyboardInterrupt:
         if args.debug:
             raise

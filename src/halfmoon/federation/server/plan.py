@@ -6,10 +6,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
+from halfmoon.api.requirements import requirements_of
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import convert_value
 from halfmoon.config.schema import EXECUTION_OPTIONS, FEDERATION_TABLE, Config
-from halfmoon.config.validation import default_aggregation
+from halfmoon.config.validation import default_aggregation, effective_norm
 from halfmoon.core import hubs, toml, weight_files
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.data.partition.split import Split
@@ -17,7 +18,7 @@ from halfmoon.federation.protocol.terms import Terms, shared_options
 from halfmoon.methods import registry
 from halfmoon.models.efficientnet import MEAN, STD
 from halfmoon.models.hubs import weights_file as published
-from halfmoon.runs.factory import ImageSpec, network_name
+from halfmoon.runs.factory import ImageSpec, build_method, network_name
 from halfmoon.sites.folders.export import find_labels_at
 
 SERVER_OPTIONS = (*EXECUTION_OPTIONS, "evaluate_every", "server_ema", "patience")
@@ -161,6 +162,12 @@ def load_plan(path: Path) -> FederationPlan:
         raise UserError(
             f"{FEDERATION_TABLE}.min_replies is {rules.min_replies}, but the cohort is {terms.config.cohort}: it can be "
             "no more."
+        )
+    requirements = requirements_of(build_method(terms.config), effective_norm(terms.config))
+    if requirements.every_client and terms.config.cohort != count:
+        raise UserError(
+            f"cohort is {terms.config.cohort} in {path.name}, but every round of {terms.config.method} needs all {count} "
+            f"sites: set it to {count}."
         )
     explicit = settings.explicit_method_options(terms.config, terms.config.method)
     if terms.config.secure_aggregation and "min_class_images" in explicit:

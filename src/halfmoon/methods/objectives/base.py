@@ -520,7 +520,7 @@ def embed_groups(
             # With the mark, a pass of padding only does not change the running statistics.
             passes.append(mark_if_any_real(moments, mask))
         else:  # an empty batch has no statistics: build the empty outputs without the network
-            head = params["head"]["weight"]  # (classes, F)
+            head = network.head_layer(params, "this method")["weight"]  # (classes, F)
             group_logits = head.new_zeros(0, len(head))
             group_features = head.new_zeros(0, head.shape[1])
         logits.append(group_logits)

@@ -56,6 +56,7 @@ class ICPL(ReceivedModelObjective):
         return (*super().shared_names, "prior")
 
     def start(self, task: Task, model: Tree) -> Tree:
+        task.network.check_head_name("ProxyFL's loss")
         head = model["params"]["head"]["weight"]
         classes, features = head.shape
         generator = rng.generator(0, "proxyfl", features)

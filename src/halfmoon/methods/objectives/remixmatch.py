@@ -95,6 +95,7 @@ class ReMixMatch(Objective):
         return (*super().shared_names, *(["predicted"] if self.align else []))
 
     def start(self, task: Task, model: Tree) -> Tree:
+        task.network.check_head_name("ReMixMatch")
         head = model["params"]["head"]["weight"]
         # A second head predicts by which of four angles an image was rotated.
         rotation = {"weight": head.new_zeros(4, head.shape[1]), "bias": head.new_zeros(4)}

@@ -1,0 +1,92 @@
+"""Runs that cannot start are refused before the first of them trains."""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from halfmoon.config.schema import Config
+from halfmoon.core import plugins
+from halfmoon.core.errors import UserError
+from halfmoon.runs import checks, runner
+from halfmoon.runs.callbacks import NullCallback, RunInfo
+
+
+def build_flat(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+    """Return a linear classifier, whose layer is not called "head"."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * size[0] * size[1], classes))
+
+
+def build_pooled(channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+    """Return a network that does not end in a linear layer."""
+    return nn.Sequential(nn.Conv2d(channels, classes, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+class Started(NullCallback):
+    """Records which runs have begun."""
+
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+
+    def begin(self, run: RunInfo) -> None:
+        self.titles.append(run.title)
+
+
+TINY = {"rounds": 1, "steps": 1, "clients": 4, "cohort": 2, "data_share": 0.3, "labels_per_class": 2}
+
+
+@pytest.fixture
+def networks() -> None:
+    for name, factory in (("flat", build_flat), ("pooled", build_pooled)):
+        plugins.register("network", name, factory)
+
+
+@pytest.mark.usefixtures("networks")
+@pytest.mark.parametrize(
+    ("method", "network", "expected"),
+    [
+        ("proxyfl", "flat", "ProxyFL needs one of halfmoon's networks"),
+        ("fixmatch-proxy-tuning", "flat", "ProxyFL needs one of halfmoon's networks"),
+        ("protofssl", "flat", "ProtoFSSL needs one of halfmoon's networks"),
+        ("fedcon", "pooled", "fedcon needs a network that ends in a linear layer"),
+        ("heterofl", "flat", "heterofl cuts networks to their leading channels"),
+        ("ridge-head", "small", "the head is solved on the features of a frozen backbone"),
+    ],
+)
+def test_a_comparison_refuses_a_method_before_the_others_train(
+    tmp_path: Path, method: str, network: str, expected: str
+) -> None:
+    """These errors were raised, or were a KeyError, after the methods before had trained."""
+    config = Config(network=network, run_dir=tmp_path / "r", **{**TINY, "cohort": 4})
+    with pytest.raises(UserError, match=expected):
+        runner.compare(config, ["fedavg", method], watch=(started := Started()))
+    assert started.titles == []
+    assert not (tmp_path / "r").exists()
+
+
+def test_static_batch_normalization_at_a_server_without_images_is_refused(tmp_path: Path) -> None:
+    config = Config(network="small", width=4, options={"semifl": {"sbn": "server"}}, run_dir=tmp_path / "r", **TINY)
+    with pytest.raises(UserError, match="sbn of semifl is 'server', but the server has no image"):
+        runner.compare(config, ["fedavg", "semifl"], watch=(started := Started()))
+    assert started.titles == []
+
+
+@pytest.mark.usefixtures("networks")
+def test_cbafed_trains_a_network_with_any_last_layer(tmp_path: Path) -> None:
+    config = Config(
+        method="cbafed", network="flat", labels_at="some", labeled_clients=2, run_dir=tmp_path / "r", **TINY
+    )
+    assert runner.start(config).summaries[0]["accuracy"]["last"] > 0
+
+
+def test_errors_of_several_runs_are_found_without_training(tmp_path: Path) -> None:
+    base = Config(network="small", width=4, **TINY)
+    configs = [
+        base,
+        Config(network="small", **{**TINY, "labels_per_class": 1000}),
+        Config(network="small", data=str(tmp_path / "lost"), **TINY),
+    ]
+    errors = checks.find_errors(configs)
+    assert sorted(errors) == [1, 2]
+    assert "needs 4000 labeled images" in str(errors[1])
+    assert "lost" in str(errors[2])
