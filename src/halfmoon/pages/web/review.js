@@ -187,7 +187,7 @@ function only(t, p, classes) {
 }
 
 function calibration({ reliability }) {
-  const width = Math.min(460, Math.max(280, byId("calibration").clientWidth));
+  const width = Math.min(400, Math.max(280, byId("calibration").clientWidth));
   return calibrationChart(width, { bins: reliability, title: "Share of correct predictions, by probability" });
 }
 
