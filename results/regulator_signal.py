@@ -193,7 +193,11 @@ def make_tables(lines: Sequence[dict[str, str]]) -> list[str]:
             mean = interval(list(by_seed.values()))
             text.append(f"| {TITLES[row]} | {mean} | {over_control} | {over_feddure} | {len(by_seed)} |")
         text += difference_lines(accuracy)
-        text += ["", "| variant | AUC of | first third | second third | last third | seeds |", "|---|---|---|---|---|--:|"]
+        text += [
+            "",
+            "| variant | AUC of | first third | second third | last third | seeds |",
+            "|---|---|---|---|---|--:|",
+        ]
         for row in found:
             known = [line for line in found[row] if line["auc_weight"]]
             if not known:

@@ -72,6 +72,7 @@ def test_a_plan_reads_the_images_of_a_small_folder(tmp_path: Path, capsys: pytes
         for flags in (["--plan"], ["--run-dir", str(tmp_path / "out")]):
             assert main(["run", "--data", str(data), "--network", "small", "--minutes", "0.01", *flags]) == 2
             messages.append(capsys.readouterr().err.splitlines()[-1])
+            assert not (tmp_path / "out").exists()
         assert messages[0] == messages[1]
         assert text in messages[0]
 
@@ -89,3 +90,18 @@ def test_a_plan_of_parquet_files_names_them(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "train").mkdir()  # as of a data set whose images were unpacked, too
     assert main(["run", "--data", str(tmp_path), "--plan"]) == 2
     assert "to train on parquet or official files, name a --method" in capsys.readouterr().err
+
+
+def test_a_refused_run_of_a_large_folder_leaves_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The images of a large folder are read by the run: its plan.json remained in the run folder."""
+    folder = write_classes(tmp_path / "in", cat=12, dog=12)
+    for row in range(4):
+        path = folder / "cat" / f"{row}.png"
+        path.write_bytes(path.read_bytes()[:100])
+    monkeypatch.setattr(planning, "MAX_CHECK_SECONDS", 0.0)
+    command = ["run", "--data", str(folder), "--network", "small", "--minutes", "0.01"]
+    assert main([*command, "--run-dir", str(tmp_path / "out")]) == 2
+    assert "4 of 24 images cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -21,7 +21,8 @@ from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import parse_config
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
-from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, SCRATCH_TRIAL, RunFolder
+from halfmoon.storage.output_paths import check_output_folder
+from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, SCRATCH_TRIAL, SKIPPED, RunFolder
 from halfmoon.studies.decision import Decision, decide_by_evaluations
 from halfmoon.studies.fold_solver import DrawSolver, FoldSolver
 from halfmoon.studies.folds import FOLDS, Fold, cross_validation_folds, label_draws
@@ -109,7 +110,23 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
     config = replace(plan.config, run_dir=root)
     if not resume:
         RunFolder.check_unused(root, identity(config, config.method))
-        _write_plan(plan, root)
+        check_output_folder(root, "run_dir")
+    existed = root.exists()
+    try:
+        if not resume:
+            _write_plan(plan, root)
+        return _run_steps(plan, config, root, watch)
+    except UserError:
+        if not resume and not RunFolder.exists(root):  # no run has started, so nothing can be resumed
+            for name in (PLAN, SKIPPED):
+                (root / name).unlink(missing_ok=True)
+            if not existed and not any(root.iterdir()):
+                root.rmdir()
+        raise
+
+
+def _run_steps(plan: Plan, config: Config, root: Path, watch: Callback) -> PlanResult:
+    """Run or resume the steps of a plan, whose configuration with its run folder is `config`."""
     methods = [config.method, *config.baselines]
     if plan.contents.site:
         source = load_site_source(
