@@ -15,6 +15,7 @@ import argparse
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -237,42 +238,119 @@ def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
     return {**result, "seconds": round(time.process_time() - began, 1)}
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the tables as Markdown: points lost to what the mean reaches without an attack, over all seeds."""
-    words: list[str] = []
-    kinds = dict.fromkeys(map(_kind, rows))
-    for part in dict.fromkeys(kind[:3] for kind in kinds):
-        columns = [kind for kind in kinds if kind[:3] == part]
-        heads = [f"{method.removeprefix('fedavg-')}, {sites} sites" for *_, method, sites in columns]
-        data, setting, labels = part
-        words += [f"## {data}, {setting}, {labels} labels", "", "| attack | " + " | ".join(heads) + " |"]
-        words.append("|---" * (1 + len(heads)) + "|")
-        for attack in dict.fromkeys((*ATTACKS, *(row["attack"] for row in rows))):
-            words.append(f"| {attack} | " + " | ".join(_lost(rows, kind, attack) for kind in columns) + " |")
-        words.append("")
-    return "\n".join(words)
+SHOWN_METHODS = {"fedavg-soft-labels": "soft labels", "fedavg-fixmatch": "FixMatch", "feddure": "FedDure"}
+SHOWN_ATTACKS = {
+    "none": "no attack",
+    LEFT_OUT: "(hostile site left out by hand)",
+    "just inside the rule": "just inside the filter",
+    "label flip": "wrong labels",
+}
+SEEDS = 5
+"""Seeds of a complete cell; a cell with fewer has their number in parentheses."""
+
+Columns = Sequence[tuple[str, int, str, int]]
+"""(data, labels, method, sites) of each column."""
 
 
-def _kind(row: dict[str, Any]) -> tuple[str, str, int, str, int]:
-    """Return what a column of a table shares; older rows of the digits lack data and labels."""
-    return row.get("data", "digits"), row["setting"], row.get("labels", LABELS), row["method"], row["sites"]
-
-
-def _lost(rows: Sequence[dict[str, Any]], kind: tuple[str, str, int, str, int], attack: str) -> str:
-    """Return a cell: points that the mean loses, and those of each other rule, with the number of seeds."""
-    own = [row for row in rows if _kind(row) == kind]
-    calm = {row["seed"]: row["accuracy"] for row in own if row["attack"] == "none" and row["rule"] == "mean"}
-    parts: list[str] = []
+def fill_page(page: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the tables of each rule into the page, between its markers; the text around them remains."""
+    text = "# Attacks that know the rule\n" + "".join(
+        f"\n## `{rule}`\n\n<!-- losses: {rule} -->\n<!-- /losses -->\n" for rule in RULES
+    )
+    text = page.read_text() if page.exists() else text
     for rule in RULES:
-        found = {r["seed"]: r for r in own if r["attack"] == attack and r["rule"] == rule and r["seed"] in calm}
-        if not found:
-            parts.append("-")
+        tables = format_losses(rows, rule)
+        text = re.sub(
+            rf"(<!-- losses: {rule} -->\n).*?(<!-- /losses -->)",
+            lambda found, tables=tables: f"{found[1]}\n{tables}\n{found[2]}",
+            text,
+            flags=re.DOTALL,
+        )
+    page.write_text(text)
+
+
+def format_losses(rows: Sequence[dict[str, Any]], rule: str) -> str:
+    """Return the tables of a rule: five sites, and all other numbers of sites."""
+    found = dict.fromkeys(_column(row) for row in rows if row["rule"] == rule)
+    order = sorted(found, key=lambda column: (column[0], column[1], column[3], list(SHOWN_METHODS).index(column[2])))
+    groups = ([column for column in order if column[3] == 5], [column for column in order if column[3] != 5])
+    return "\n".join(format_group(rows, rule, group) for group in groups if group)
+
+
+def format_group(rows: Sequence[dict[str, Any]], rule: str, columns: Columns) -> str:
+    """Return one table. A cell has the points lost on even and on uneven sites."""
+    heads = [_head(column) for column in columns]
+    lines = ["| attack | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    accuracies = ["the mean without an attack, %"]
+    for column in columns:
+        calm = [_accuracies(rows, column, setting, "none", "mean") for setting in SETTINGS]
+        accuracies.append(" / ".join(f"{statistics.mean(each.values()):.1f}" for each in calm if each))
+    lines.append("| " + " | ".join(accuracies) + " |")
+    for attack in dict.fromkeys((*ATTACKS, *(row["attack"] for row in rows))):
+        if (attack, rule) == ("none", "mean"):
             continue
-        lost = [calm[seed] - row["accuracy"] for seed, row in found.items()]
-        mean = statistics.mean(calm[s] for s in found) if (attack, rule) == ("none", "mean") else statistics.mean(lost)
-        opened = [row["opened"] for row in found.values() if "opened" in row]
-        parts.append(f"{mean:.1f}" + (f" (opens {statistics.mean(opened):.0f} %)" if opened else ""))
-    return " / ".join(parts)
+        cells = [_lost(rows, column, attack, rule) for column in columns]
+        if set(cells) != {"-"}:
+            lines.append(f"| {SHOWN_ATTACKS.get(attack, attack)} | " + " | ".join(cells) + " |")
+    opened = [_opened(rows, column, rule) for column in columns]
+    if set(opened) != {"-"}:
+        lines.append("| back door: share opened, % | " + " | ".join(opened) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _head(column: tuple[str, int, str, int]) -> str:
+    data, labels, method, sites = column
+    xrays = "X-rays, " if data == "pneumonia_mnist" else "" if data == "digits" else f"{data}, "
+    return f"{xrays}{SHOWN_METHODS.get(method, method)}, {sites} sites" + (
+        f", {labels} labels" if labels != LABELS else ""
+    )
+
+
+def _column(row: dict[str, Any]) -> tuple[str, int, str, int]:
+    """Return the column of a run; older rows of the digits lack data and labels."""
+    return row.get("data", "digits"), row.get("labels", LABELS), row["method"], row["sites"]
+
+
+def _accuracies(
+    rows: Sequence[dict[str, Any]], column: tuple[str, int, str, int], setting: str, attack: str, rule: str
+) -> dict[int, float]:
+    """Return the accuracy of each seed."""
+    return {
+        row["seed"]: row["accuracy"]
+        for row in rows
+        if _column(row) == column and (row["setting"], row["attack"], row["rule"]) == (setting, attack, rule)
+    }
+
+
+def _join(even: Sequence[float], uneven: Sequence[float], digits: int = 1) -> str:
+    """Format the means on even and on uneven sites, each with the number of seeds if these are few."""
+    cells = [
+        f"{statistics.mean(values):.{digits}f}" + (f" ({len(values)})" if len(values) < SEEDS else "")
+        if values
+        else "-"
+        for values in (even, uneven)
+    ]
+    return cells[0] if cells[1] == "-" else " / ".join(cells)
+
+
+def _lost(rows: Sequence[dict[str, Any]], column: tuple[str, int, str, int], attack: str, rule: str) -> str:
+    """Return the points that a rule loses to the mean without an attack."""
+    losses: list[list[float]] = []
+    for setting in SETTINGS:
+        calm = _accuracies(rows, column, setting, "none", "mean")
+        found = _accuracies(rows, column, setting, attack, rule)
+        losses.append([calm[seed] - accuracy for seed, accuracy in found.items() if seed in calm])
+    return _join(*losses)
+
+
+def _opened(rows: Sequence[dict[str, Any]], column: tuple[str, int, str, int], rule: str) -> str:
+    """Return the share of test images that a back door turns into the attacker's class, in percent."""
+    shares = [
+        [row["opened"] for row in rows if "opened" in row and _column(row) == column
+         and (row["setting"], row["rule"]) == (setting, rule)]
+        for setting in SETTINGS
+    ]  # fmt: skip
+    return _join(*shares, digits=0)
 
 
 def search(options: argparse.Namespace) -> None:
@@ -373,7 +451,6 @@ def main() -> None:
     lines, page = options.out.with_suffix(".jsonl.gz"), options.out.with_suffix(".md")
     rows = records.read_lines(lines)
     done = {Cell(*(row[name] for name in Cell._fields if name in row)) for row in rows}
-    head = page.read_text().split("## digits")[0] if page.exists() else "# Attacks that know the rule\n\n"
     for sites in options.sites:
         for method in options.methods:
             for seed in options.seeds:
@@ -384,8 +461,8 @@ def main() -> None:
                             if cell not in done:
                                 rows.append(played(cell, options.data_dir))
                                 records.append_line(lines, rows[-1])
-                                page.write_text(head + table(rows))
-    page.write_text(head + table(rows))
+                                fill_page(page, rows)
+    fill_page(page, rows)
 
 
 if __name__ == "__main__":
