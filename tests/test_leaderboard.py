@@ -69,6 +69,12 @@ def test_a_note_next_to_the_data_is_on_the_page(tmp_path: Path) -> None:
     put(tmp_path, summary())
     (tmp_path / "sweeps" / "r.md").write_text("An honest sentence.\n")
     assert "\n\nAn honest sentence.\n\n" in leaderboard.format_page(tmp_path)
+    put(tmp_path, summary(reading="x is y"))
+    assert "Interpretation of the paper: x is y\n\n" in leaderboard.format_page(tmp_path)
+    (tmp_path / "sweeps" / "r.md").write_text("Interpretation of the paper: x is z\n\nAn honest sentence.\n")
+    page = leaderboard.format_page(tmp_path)
+    assert page.index("x is z") < page.index("| X |") < page.index("An honest sentence.")
+    assert "x is y" not in page
     (tmp_path / "sweeps" / "r.md").write_bytes("Über".encode("latin-1"))
     with pytest.raises(UserError, match=r"r\.md cannot be read .*UTF-8"):
         leaderboard.format_page(tmp_path)

@@ -27,12 +27,21 @@ VERDICT = ("difference", "within 2 sd")
 
 HEAD = """# Results next to the published ones
 
-Test accuracy in percent: the last round and the best one, mean ± sample standard deviation over seeds. `within 2 sd`
-says whether the mean of the last rounds lies within two standard deviations of the published mean, the two deviations
-taken together. A sweep with a **scale** is not the paper's experiment: its numbers cannot be compared with the
-published ones, only its order can.
-Written by `tools/leaderboard.py` from `results/sweeps`; a test compares both.
+Small versions of five papers' tables show few of the published gains of semi-supervised methods. Only in SemiFL's
+Table 2 is the order of the methods the published one. The runs have far fewer rounds, images and labels than those of
+the papers, so they do not refute the published numbers.
+
+The tables show test accuracy in percent in the last round and in the best one, mean ± sample standard deviation over
+seeds. `within 2 sd` is "yes" if the mean of the last rounds is within two standard deviations of the published mean;
+the standard deviation is that of the difference of both means. A table with a **scale** is not the paper's experiment:
+compare only the order of its methods with the published order, not its numbers. Kendall's tau is 1 if both orders are
+equal and -1 if one is the reverse of the other.
+
+This page is written by `tools/leaderboard.py` from `results/sweeps`, and a test compares both.
 """
+
+INTERPRETATION = "Interpretation of the paper: "
+"""Start of the paragraph on details that the paper leaves open. A note that starts with it replaces the sweep's text."""
 
 
 def add(folder: Path, results: Path) -> Path:
@@ -77,7 +86,8 @@ def read_compressed_sweep(file: Path) -> Study:
 def format_page(results: Path) -> str:
     """Format all sweeps in a folder `results` as one Markdown page, sorted by paper.
 
-    A file NAME.md next to NAME.json.gz is appended to the section of that sweep.
+    A file NAME.md next to NAME.json.gz is appended to the section of that sweep. Its first paragraph replaces the
+    sweep's interpretation of the paper if it starts with `INTERPRETATION`.
 
     Raises:
         UserError: if there is no sweep, or one cannot be read.
@@ -106,8 +116,11 @@ def _format_sweep(study: Study, note: str) -> str:
     lines = [f"## {sweep.title}{f' ({sweep.scale.name})' if sweep.scale else ''}", "", sentence, ""]
     if sweep.scale:
         lines += [f"**{describe_scale(sweep.scale)}**", ""]
-    if sweep.reading:
-        lines += [f"Reading: {sweep.reading}", ""]
+    interpretation = f"{INTERPRETATION}{sweep.reading}" if sweep.reading else ""
+    if note.startswith(INTERPRETATION):
+        interpretation, _, note = note.partition("\n\n")
+    if interpretation:
+        lines += [interpretation, ""]
     for column in study.columns:
         lines += _format_column(study, score, column)
     if note:
