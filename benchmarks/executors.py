@@ -148,7 +148,7 @@ def build_unequal_rounds(
     problem = factory.build_problem(config)
     method = factory.build_method(config)
     chosen = VmapExecutor(max_padding=max_padding) if executor == "vmap" else SerialExecutor()
-    training = Training(problem.batching, Budget(), problem.serving, chosen)
+    training = Training(problem.batching, Budget(), problem.server_batching, chosen)
     split = split_with_large_client(len(problem.train.labels), cohort) if has_large_client else problem.split
     dataset = FederatedDataset(problem.train, split)
     simulation = Simulation(method, problem.task, dataset, problem.views, training, RuntimeSettings(cohort))

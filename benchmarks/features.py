@@ -170,7 +170,7 @@ def fill(data: Path, count: int, rows: bool) -> None:
             rounds = 11 if config.method == "mixture-head" else ROUNDS
             with timed(config.method):
                 runner.run_in_folder(
-                    replace(config, rounds=rounds, budget="none"), Path(folder) / config.method, shared=problem
+                    replace(config, rounds=rounds, budget="none"), Path(folder) / config.method, problem=problem
                 )
 
 

@@ -180,7 +180,7 @@ def measure_accuracy(method: str, labels: int, seed: int, attack: str) -> float:
     shared = factory.build_problem(config)
     head = factory.build_method(config)
     updates = {"mean": MeanSums(shared.task), "moments": MomentSums(shared.task), "soft labels": SoftSums(shared.task)}
-    training = Training(shared.batching, build_budget(config, shared.task), shared.serving)
+    training = Training(shared.batching, build_budget(config, shared.task), shared.server_batching)
     dataset = FederatedDataset(shared.train, shared.split, classes=10)
     settings = RuntimeSettings(SITES, seed, clients=SITES)
     simulation = Simulation(

@@ -129,7 +129,7 @@ def train_missing(data: str, part: str, seeds: list[int], runs: Path, folder: Pa
             accuracy = _floor(row, problem, seed)
         else:
             run_folder = runs / "-".join(map(str, (data, *point))).replace(" ", "_")
-            accuracy = runner.run_in_folder(config, run_folder, shared=problem)["accuracy"]["last"]
+            accuracy = runner.run_in_folder(config, run_folder, problem=problem)["accuracy"]["last"]
         line = [data, *point, f"{accuracy:.6f}", f"{time.process_time() - start:.2f}"]
         records.append_rows(LINES, [dict(zip(NAMES, line, strict=True))])
         print(*line, flush=True)

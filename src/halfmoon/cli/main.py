@@ -320,7 +320,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.sites:
         return _rehearse_sites(args, file_options, flags, file)
     studies.refuse_federation(args.config, file_options, flags)
-    plan = studies.make_plan(args, flags)
+    plan = studies.plan_from_flags(args, flags)
     if plan is not None:
         if args.explain:
             return _print_explanation(args, plan.config, {"flag": flags}, "plan of the folder")

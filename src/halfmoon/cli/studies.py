@@ -53,7 +53,7 @@ def _parse_minutes(text: str) -> float:
     return value
 
 
-def make_plan(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
+def plan_from_flags(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
     """Plan the training of `halfmoon run --data FOLDER`: which methods, at which size, within `--minutes`.
 
     Args:

@@ -106,7 +106,7 @@ def run_rounds(
         - "confusion": its confusion matrix on the test set (rows are true classes); None without a test set;
         - "correct": which test images it classifies correctly, one bit each; None without a test set;
         - "accuracy": test accuracies (last, best, chosen); None without a test set;
-        - "concluded": the clients' test results for the last model, where clients' validation images chose the round;
+        - "last_client_test": the clients' test results for the last model, where clients' validation images chose the round;
         - "chosen": {"round", "accuracy"} of that round, None elsewhere;
         - "client_accuracy": `summarize_clients` of that model, with "each" by client number; None if unknown;
         - "measured", "cost", "aggregation": see `summarize_pseudo_labels`, and the last row of the metrics;
@@ -319,7 +319,7 @@ class _Run:
         Returns:
             "model" and its test results: "confusion" matrix, "correct" (a bit for each image), "client_accuracy". Where
             clients have validation images: "chosen", the round whose model was the best on these, with its accuracy
-            there, and "concluded", the clients' test results for the last model. "ended" is `stop_reason`.
+            there, and "last_client_test", the clients' test results for the last model. "ended" is `stop_reason`.
         """
         experiment = self.experiment
         last_model = self.model()
@@ -340,7 +340,7 @@ class _Run:
         return {
             "model": model,
             "confusion": None if test is None else [to_ints(counts) for counts in test.confusion],
-            "concluded": client_test,
+            "last_client_test": client_test,
             "chosen": None if best is None else {"round": best.round, "accuracy": best.accuracy},
             **_summarize_rows(self.folder.verified_rows(), self.scores),
             "correct": None if test is None else test.packed,

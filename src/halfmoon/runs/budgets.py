@@ -39,7 +39,7 @@ def _training_update(method: Method, task: Task) -> ClientUpdate:
     return next(iter(method.client_updates(task).values()))
 
 
-def find_costliest_method(configs: Sequence[Config], shared: Problem) -> str:
+def find_costliest_method(configs: Sequence[Config], problem: Problem) -> str:
     """Find the method whose clients have the highest cost over all clients; it sets the training budget of a comparison.
 
     The cost is counted in steps, or in images through the network, as the option `budget` says.
@@ -47,7 +47,7 @@ def find_costliest_method(configs: Sequence[Config], shared: Problem) -> str:
     Args:
         configs: one configuration for each method; all but the method and its options are equal. Centralized methods have
             no clients, and do not count unless there are no others.
-        shared: the data and batch rule of all methods.
+        problem: the data and batch rule of all methods.
 
     Returns:
         The method's name.
@@ -57,17 +57,17 @@ def find_costliest_method(configs: Sequence[Config], shared: Problem) -> str:
     for config in configs:
         entry = registry.entry(config.method)
         if not entry.pooled:
-            update = _training_update(build_method(config), shared.task)
+            update = _training_update(build_method(config), problem.task)
             client_updates[config.method] = (update, entry.all_labels)
     if not client_updates:
         return configs[0].method
     # With `reuse_labeled` labeled images are also trained on without their labels, and count twice.
-    dataset = FederatedDataset(shared.train, shared.split, reuse_labeled=configs[0].reuse_labeled)
+    dataset = FederatedDataset(problem.train, problem.split, reuse_labeled=configs[0].reuse_labeled)
     sizes = [dataset.split_size(client) for client in range(dataset.clients)]
-    return find_largest_update(configs[0].budget, shared.batching, client_updates, sizes)
+    return find_largest_update(configs[0].budget, problem.batching, client_updates, sizes)
 
 
-def choose_evaluation_interval(config: Config, shared: Problem) -> int:
+def choose_evaluation_interval(config: Config, problem: Problem) -> int:
     """Compute the number of rounds between evaluations.
 
     Without the option `evaluate_every`, evaluation costs at most `MAX_EVALUATION_SHARE` of the training. The cost of a
@@ -76,9 +76,9 @@ def choose_evaluation_interval(config: Config, shared: Problem) -> int:
 
     Args:
         config: the configuration.
-        shared: the data and batch rule (batch sizes and epochs).
+        problem: the data and batch rule (batch sizes and epochs).
     """
-    evaluated = [examples for examples in (shared.test, shared.validation) if examples is not None]
+    evaluated = [examples for examples in (problem.test, problem.validation) if examples is not None]
     images = sum(len(examples.images) for examples in evaluated)
     if config.evaluate_every is not None:
         return config.evaluate_every
@@ -86,18 +86,18 @@ def choose_evaluation_interval(config: Config, shared: Problem) -> int:
         return 1
     # The method that sets the budget: that of the comparison, or the only one.
     entry = registry.entry(config.reference or config.method)
-    update = _training_update(registry.make(entry.name), shared.task)
+    update = _training_update(registry.make(entry.name), problem.task)
     # On `all_labels` every image is labeled; `pooled` data are those of all clients in one set.
     dataset = FederatedDataset(
-        shared.train,
-        shared.split,
+        problem.train,
+        problem.split,
         all_labels=entry.all_labels,
         pooled=entry.pooled,
         reuse_labeled=config.reuse_labeled,
     )
     sizes = [dataset.training_size(client) for client in range(dataset.clients)]
     # Steps of each client in a round, and images of a step; `images_per_step` counts passes through the network.
-    amounts = [compute_amount(shared.batching, update, size) for size in sizes]
+    amounts = [compute_amount(problem.batching, update, size) for size in sizes]
     images_of_all_clients = sum(amount.steps * images_per_step(update, amount) for amount in amounts)
     # The expected cost of a cohort drawn uniformly from all clients.
     images_per_round = images_of_all_clients * min(config.cohort, len(sizes)) / len(sizes)

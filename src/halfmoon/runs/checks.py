@@ -30,12 +30,12 @@ from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import Job
 
 
-def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback, sites: Sequence[str] = ()) -> None:
+def check_jobs(jobs: Sequence[Job], problem: Problem, watch: Callback, sites: Sequence[str] = ()) -> None:
     """Check that jobs can run on their data, and warn about slow or unusual settings.
 
     Args:
         jobs: the jobs; all but their methods and seeds are equal.
-        shared: their data, split and batch rule.
+        problem: their data, split and batch rule.
         watch: receives the warnings.
         sites: the name of each client, if clients are site folders of the user; () for simulated ones.
 
@@ -44,17 +44,17 @@ def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback, sites: Seq
             aggregator or attack does not fit a method, or two methods have the same title.
     """
     config = jobs[0].config
-    split = shared.split
+    split = problem.split
     if config.cohort > split.clients:
         raise UserError(f"cohort is {config.cohort}, but the split has {split.clients} clients; choose a smaller one.")
-    if config.patience is not None and shared.validation is None:
+    if config.patience is not None and problem.validation is None:
         raise UserError(
             f"patience is {config.patience}, but there are no validation images to stop by: set validation_share or "
             "validation_part, or leave patience out."
         )
     device = factory.select_device(config)
-    if shared.source.selection_note:
-        watch.record("data_note", f"{shared.source.selection_note}.")
+    if problem.source.selection_note:
+        watch.record("data_note", f"{problem.source.selection_note}.")
     if is_emulated(config.precision, device):
         text = (
             "this processor has no bfloat16, so precision = 'bf16' is several times slower here than float32 and "
@@ -81,9 +81,9 @@ def check_jobs(jobs: Sequence[Job], shared: Problem, watch: Callback, sites: Seq
             _check_method(job.config, shared)
         if entry.pooled and job.config.attack != "none":
             raise UserError(f"attack needs clients, but method {entry.name} has all rows in one place; leave it out.")
-    _check_labels(entries, shared, sites)
-    _check_unlabeled(entries, shared, sites)
-    _warn_of_small_clients(entries, shared, config.labeled_batch, watch)
+    _check_labels(entries, problem, sites)
+    _check_unlabeled(entries, problem, sites)
+    _warn_of_small_clients(entries, problem, config.labeled_batch, watch)
     _report_federation_options(jobs, watch)
 
 
@@ -175,14 +175,14 @@ def _semi_supervised(entries: Sequence[registry.MethodEntry]) -> list[registry.M
     return [entry for entry in entries if not entry.all_labels and not entry.pooled]
 
 
-def _count_labels(shared: Problem) -> np.ndarray:
+def _count_labels(problem: Problem) -> np.ndarray:
     """Count the labeled images of each client, (clients,)."""
-    split = shared.split
+    split = problem.split
     # Negative clients are the server and rows that belong to no client.
     return np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)
 
 
-def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem, sites: Sequence[str]) -> None:
+def _check_labels(entries: Sequence[registry.MethodEntry], problem: Problem, sites: Sequence[str]) -> None:
     """Raise UserError unless the labeled images are where each method needs them.
 
     The split has its labels at one of these locations: at the "server" (clients then have unlabeled images only), at
@@ -190,15 +190,15 @@ def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem, site
 
     Args:
         entries: the methods. Those with `all_labels` are upper bounds, which train as if every image were labeled.
-        shared: the data and the split.
+        problem: the data and the split.
         sites: the names of the clients, or ().
     """
-    split = shared.split
-    unknown_labels = int((shared.source.train.labels == UNKNOWN).sum())
+    split = problem.split
+    unknown_labels = int((problem.source.train.labels == UNKNOWN).sum())
     for entry in entries:
         if unknown_labels and entry.all_labels:
             raise UserError(f"method {entry.name} needs all labels, but {unknown_labels:,} training images have none.")
-    clients_without_labels = np.flatnonzero(_count_labels(shared) == 0)  # labels by client
+    clients_without_labels = np.flatnonzero(_count_labels(problem) == 0)  # labels by client
     if (split.client == SERVER).any():
         location = "server"
     elif len(clients_without_labels):
@@ -230,17 +230,17 @@ def _list_sites(clients: Sequence[int] | np.ndarray, sites: Sequence[str]) -> st
     return f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
 
 
-def _check_unlabeled(entries: Sequence[registry.MethodEntry], shared: Problem, sites: Sequence[str]) -> None:
+def _check_unlabeled(entries: Sequence[registry.MethodEntry], problem: Problem, sites: Sequence[str]) -> None:
     """Raise UserError if a method trains on unlabeled images of every client, and a client has none.
 
     Upper bounds and centralized methods are not checked: they do not train on one client's unlabeled images.
     """
     for entry in _semi_supervised(entries):
         # By convention the first client update of a method is the one that trains.
-        training_update = next(iter(entry.method.client_updates(shared.task).values()))
+        training_update = next(iter(entry.method.client_updates(problem.task).values()))
         # `views` are augmentations of unlabeled images, so a method that needs some trains on these images.
         if training_update.requirements.views:
-            check_unlabeled_rows(entry.name, shared.split, sites)
+            check_unlabeled_rows(entry.name, problem.split, sites)
 
 
 def check_unlabeled_rows(method: str, split: Split, sites: Sequence[str] = ()) -> None:
@@ -260,28 +260,28 @@ def check_unlabeled_rows(method: str, split: Split, sites: Sequence[str] = ()) -
 
 
 def _warn_of_small_clients(
-    entries: Sequence[registry.MethodEntry], shared: Problem, labeled_batch: int | str, watch: Callback
+    entries: Sequence[registry.MethodEntry], problem: Problem, labeled_batch: int | str, watch: Callback
 ) -> None:
     """Report how many clients have fewer labeled images than a batch, if a method trains on such batches.
 
     Args:
         entries: the methods.
-        shared: the data and the split.
+        problem: the data and the split.
         labeled_batch: the number of labeled images in a batch; "all", which fits every client, needs no message.
         watch: receives the message.
     """
     # Clients then have no labeled images, and the server trains on its images.
-    server_has_labels = bool((shared.split.client == SERVER).any())
+    server_has_labels = bool((problem.split.client == SERVER).any())
     if server_has_labels or isinstance(labeled_batch, str):
         return
-    label_counts = _count_labels(shared)
+    label_counts = _count_labels(problem)
     small_clients = int(((label_counts > 0) & (label_counts < labeled_batch)).sum())
     updates = [
-        update for entry in _semi_supervised(entries) for update in entry.method.client_updates(shared.task).values()
+        update for entry in _semi_supervised(entries) for update in entry.method.client_updates(problem.task).values()
     ]
     if small_clients and any(update.requirements.trains for update in updates):
         text = (
-            f"{small_clients} of {shared.split.clients} clients have fewer labeled images than a batch of "
+            f"{small_clients} of {problem.split.clients} clients have fewer labeled images than a batch of "
             f"{labeled_batch}: their images repeat within a batch."
         )
         watch.record("small_clients", text, clients=small_clients)

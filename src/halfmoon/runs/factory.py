@@ -108,7 +108,7 @@ class Problem:
         task: the network, the optimizer and the rules that methods share.
         views: the augmentations by name.
         batching: the batch rule of clients.
-        serving: the batch rule of training at the server.
+        server_batching: the batch rule of training at the server.
         input_size: height and width of the images before they were shrunk and padded.
         validation: validation images, which no client trains on.
     """
@@ -120,7 +120,7 @@ class Problem:
     task: Task
     views: Views
     batching: Batching
-    serving: Batching
+    server_batching: Batching
     input_size: tuple[int, int]
     validation: Examples | None = None
 
@@ -175,7 +175,7 @@ def build_problem(
         task=model_inputs.task,
         views=model_inputs.views,
         batching=batching,
-        serving=server_batching,
+        server_batching=server_batching,
         input_size=(height, width),
         validation=None if validation is None else model_inputs.prepare_test(validation),
     )

@@ -63,7 +63,7 @@ TIMED_STEPS = 5
 def start(
     config: Config,
     watch: Callback = NULL_CALLBACK,
-    shared: Problem | None = None,
+    problem: Problem | None = None,
     resume_existing: bool = False,
 ) -> RunResult:
     """Train `config.method` and its `baselines` in a new run folder.
@@ -71,7 +71,7 @@ def start(
     Args:
         config: the configuration.
         watch: receives the events of all runs.
-        shared: the result of `halfmoon.runs.factory.build_problem` for this configuration, if it is already built.
+        problem: the result of `halfmoon.runs.factory.build_problem` for this configuration, if it is already built.
         resume_existing: resume the run that `config.run_dir` contains, if it does, instead of raising `UserError`.
 
     Raises:
@@ -79,20 +79,20 @@ def start(
         Diverged: a loss is not finite.
     """
     if resume_existing and config.run_dir is not None and RunFolder.exists(config.run_dir):
-        return resume(config.run_dir, watch, shared=shared)
+        return resume(config.run_dir, watch, problem=problem)
     watch = isolate_failures(watch)
     check_methods(config)
     for method in (config.method, *config.baselines):
         check_effects(config, method)
-    if shared is None:
+    if problem is None:
         checks.check_image_options(config)
     root = config.run_dir or next_free_folder(config, config.method)
     _refuse_existing(root, identity(config, config.method))  # the identity is a hash of the options
     jobs = _create_jobs(config)  # one for each method, with its folder
     # Features of a frozen backbone may take hours: record the run before, so that it can be resumed after a kill.
     with _pending_record(root, config) as write_record:
-        shared = _load_shared(jobs, split=None, watch=watch, shared=shared, before_features=write_record)
-    return _run_all(root, _choose_executors(jobs, shared, watch), shared, watch)
+        problem = _load_problem(jobs, split=None, watch=watch, problem=problem, before_features=write_record)
+    return _run_all(root, _choose_executors(jobs, problem, watch), problem, watch)
 
 
 def compare(
@@ -143,11 +143,11 @@ def compare(
         _refuse_existing(root, run_identity="")
     with _pending_record(root, config, methods, seeds) as write_record:
         quiet_watch = NULL_CALLBACK if exists else watch  # `resume` reports the messages below
-        shared = _load_shared(jobs, split=None, watch=quiet_watch, before_features=write_record)
+        problem = _load_problem(jobs, split=None, watch=quiet_watch, before_features=write_record)
     # The costliest method is known only now: it depends on the data.
     if config.reference is None:
-        jobs = create_jobs(find_costliest_method([job.config for job in jobs], shared))
-    jobs = _choose_executors(jobs, shared, watch)
+        jobs = create_jobs(find_costliest_method([job.config for job in jobs], problem))
+    jobs = _choose_executors(jobs, problem, watch)
     plan = render_jobs(jobs)
     if resume_existing and is_same_plan(atomic_io.read(root / COMPARISON), plan):
         return resume(root, watch)
@@ -160,14 +160,14 @@ def compare(
             f"{root}: the run folder cannot be made ({atomic_io.error_reason(error)}); choose another {{run_dir}}.",
             option="run_dir",
         ) from error
-    return _run_all(root, jobs, shared, watch)
+    return _run_all(root, jobs, problem, watch)
 
 
 def resume(
     root: Path,
     watch: Callback = NULL_CALLBACK,
     method: outside.CustomMethod | None = None,
-    shared: Problem | None = None,
+    problem: Problem | None = None,
 ) -> RunResult:
     """Resume a run or a comparison; finished runs are neither trained nor loaded again.
 
@@ -178,7 +178,7 @@ def resume(
         root: the folder of the run or comparison.
         watch: receives the events of all runs.
         method: the custom method of the run, if its class cannot be imported by its name.
-        shared: the data, split and batch rules that `start` was called with, if any; otherwise they are loaded.
+        problem: the data, split and batch rules that `start` was called with, if any; otherwise they are loaded.
 
     Raises:
         UserError: the folder contains no run that can resume, or plugins, weights or the split have changed.
@@ -208,9 +208,9 @@ def resume(
                 )
         jobs = _create_jobs(config)
     if all(_is_finished(root / job.folder, job.config) for job in jobs):
-        return _run_all(root, jobs, shared=None, watch=watch)
+        return _run_all(root, jobs, problem=None, watch=watch)
     split = _load_stored_split(root / jobs[0].folder)
-    return _run_all(root, jobs, _load_shared(jobs, split, watch, shared=shared), watch)
+    return _run_all(root, jobs, _load_problem(jobs, split, watch, problem=problem), watch)
 
 
 @contextmanager
@@ -283,7 +283,7 @@ def run_in_folder(
     path: Path,
     watch: Callback = NULL_CALLBACK,
     tests: bool = True,
-    shared: Problem | None = None,
+    problem: Problem | None = None,
 ) -> Row:
     """Train one method in a folder, or resume its run there, and return its summary.
 
@@ -292,7 +292,7 @@ def run_in_folder(
         path: the run folder, new or with a run of this configuration; a finished run is only read.
         watch: receives the run's events.
         tests: evaluate on test images; without, models are evaluated on validation images only.
-        shared: the result of `halfmoon.runs.factory.build_problem` for this configuration, if it is already built.
+        problem: the result of `halfmoon.runs.factory.build_problem` for this configuration, if it is already built.
 
     Raises:
         UserError: the configuration or the data does not fit.
@@ -303,15 +303,15 @@ def run_in_folder(
     check_methods(config)
     if not RunFolder.exists(path):
         check_effects(config, config.method)
-        if shared is None:
+        if problem is None:
             checks.check_image_options(config)
     job = Job(".", config)
     if not _is_finished(path, config):
-        shared = _load_shared([job], _load_stored_split(path), watch, shared)
-        shared = shared if tests else replace(shared, test=None)
+        problem = _load_problem([job], _load_stored_split(path), watch, problem)
+        problem = problem if tests else replace(problem, test=None)
         if not RunFolder.exists(path):
-            (job,) = _choose_executors([job], shared, watch)
-    return _run_job(path, shared, job, watch)
+            (job,) = _choose_executors([job], problem, watch)
+    return _run_job(path, problem, job, watch)
 
 
 def write_split(config: Config, path: Path) -> Row:
@@ -361,7 +361,7 @@ def _create_jobs(config: Config) -> list[Job]:
     return jobs
 
 
-def _choose_executors(jobs: Sequence[Job], shared: Problem, watch: Callback = NULL_CALLBACK) -> list[Job]:
+def _choose_executors(jobs: Sequence[Job], problem: Problem, watch: Callback = NULL_CALLBACK) -> list[Job]:
     """Choose the executor of new jobs whose option is "auto": on a CPU by the network's size, on a GPU by a timed trial.
 
     The run's file stores the choice, so that a run resumes as it started. "auto" in a stored file has the meaning for
@@ -369,11 +369,11 @@ def _choose_executors(jobs: Sequence[Job], shared: Problem, watch: Callback = NU
 
     Args:
         jobs: the jobs.
-        shared: their data.
+        problem: their data.
         watch: receives the times of a trial.
     """
-    network = shared.task.network
-    image = ImageSpec.of(shared.source).image
+    network = problem.task.network
+    image = ImageSpec.of(problem.source).image
     # Jobs that differ only in the seed are timed once.
     timed: dict[str, Literal["loop", "vmap"]] = {}
     jobs_with_executor: list[Job] = []
@@ -382,13 +382,13 @@ def _choose_executors(jobs: Sequence[Job], shared: Problem, watch: Callback = NU
         if config.executor == "auto" and factory.select_device(config).type == "cuda":
             key = to_toml(replace(config, seed=0))
             if key not in timed:
-                timed[key] = _choose_by_time(config, shared, watch)
+                timed[key] = _choose_by_time(config, problem, watch)
             config = replace(config, executor=timed[key])
         jobs_with_executor.append(replace(job, config=config))
     return jobs_with_executor
 
 
-def _choose_by_time(config: Config, shared: Problem, watch: Callback) -> Literal["loop", "vmap"]:
+def _choose_by_time(config: Config, problem: Problem, watch: Callback) -> Literal["loop", "vmap"]:
     """Choose between one client after the other and vmap by the time that a few steps of a cohort take with each.
 
     Which one is faster depends on the network, the cohort and the GPU. Runs that must give the same bits on every start
@@ -396,14 +396,14 @@ def _choose_by_time(config: Config, shared: Problem, watch: Callback) -> Literal
 
     Args:
         config: the configuration, whose option `executor` is "auto".
-        shared: data, split, task, views and batch rule.
+        problem: data, split, task, views and batch rule.
         watch: receives a message with the times.
     """
     if config.deterministic or registry.entry(config.method).pooled:
         return "loop"
-    loop_seconds = _time_cohort(replace(config, executor="loop"), shared)
+    loop_seconds = _time_cohort(replace(config, executor="loop"), problem)
     try:
-        vmap_seconds = _time_cohort(replace(config, executor="vmap"), shared)
+        vmap_seconds = _time_cohort(replace(config, executor="vmap"), problem)
     except (RuntimeError, UserError) as error:  # too little memory, or a layer for which vmap has no rule
         reason = str(error).partition("\n")[0].rstrip(".")
         text = f"Clients train one by one, as they cannot be batched by vmap: {reason}."
@@ -418,7 +418,7 @@ def _choose_by_time(config: Config, shared: Problem, watch: Callback) -> Literal
     return faster
 
 
-def _time_cohort(config: Config, shared: Problem) -> float:
+def _time_cohort(config: Config, problem: Problem) -> float:
     """Measure the seconds of a round with `TIMED_STEPS` steps a client, after one round that is not counted.
 
     The first round includes what happens once: PyTorch loads kernels, and cuDNN chooses its algorithms. The models are
@@ -426,21 +426,21 @@ def _time_cohort(config: Config, shared: Problem) -> float:
 
     Args:
         config: the configuration, whose executor is "loop" or "vmap".
-        shared: data, split, task, views and batch rule.
+        problem: data, split, task, views and batch rule.
 
     Returns:
         Seconds.
     """
-    few_steps = replace(shared.batching, steps=TIMED_STEPS)
-    few_server_steps = replace(shared.serving, steps=TIMED_STEPS)
-    shared = replace(shared, batching=few_steps, serving=few_server_steps)
+    few_steps = replace(problem.batching, steps=TIMED_STEPS)
+    few_server_steps = replace(problem.server_batching, steps=TIMED_STEPS)
+    problem = replace(problem, batching=few_steps, server_batching=few_server_steps)
     device = factory.select_device(config)
     seconds = 0.0
     with (
         workers.open_executor(config) as executor,
         factory.apply_compute_settings(config, factory.count_threads(config)),
     ):
-        simulation = _build_simulation(config, shared, executor, aggregators=())
+        simulation = _build_simulation(config, problem, executor, aggregators=())
         method = factory.build_method(config)
         server = method.start(simulation.task, initial_model(simulation.task, config.seed, device))
         for number in range(2):
@@ -473,11 +473,11 @@ def _single_method_config(config: Config, name: str, reference: str, **changes: 
     return replace(config, method=name, baselines=(), preset=preset, reference=reference, **changes)
 
 
-def _load_shared(
+def _load_problem(
     jobs: Sequence[Job],
     split: Split | None,
     watch: Callback,
-    shared: Problem | None = None,
+    problem: Problem | None = None,
     before_features: Callable[[], None] = lambda: None,
 ) -> Problem:
     """Load the data and the split that all jobs share, unless they are given, and check that each job can run on them.
@@ -486,13 +486,13 @@ def _load_shared(
         jobs: the jobs.
         split: their split; None to make it.
         watch: receives messages.
-        shared: their data, if they are loaded already.
+        problem: their data, if they are loaded already.
         before_features: called once before features of a frozen backbone are computed, if they are.
 
     Raises:
         UserError: a job cannot run; nothing has been written.
     """
-    if shared is None:
+    if problem is None:
         methods = [job.config.method for job in jobs]
         report = feature_progress(watch)
         started: list[bool] = []
@@ -505,37 +505,37 @@ def _load_shared(
             report(number, count)
 
         # All jobs share the options of the data, so the configuration of the first one will do.
-        shared = factory.build_problem(jobs[0].config, split, methods=methods, progress=report_progress)
-        for note in shared.source.notes:
+        problem = factory.build_problem(jobs[0].config, split, methods=methods, progress=report_progress)
+        for note in problem.source.notes:
             watch.record("data_note", note)
-    checks.check_jobs(jobs, shared, watch)
-    text = training_summary(shared.task.network)  # how much of a pretrained network is trained
+    checks.check_jobs(jobs, problem, watch)
+    text = training_summary(problem.task.network)  # how much of a pretrained network is trained
     if text is not None:
         watch.record("pretrained_network", text)
-    return shared
+    return problem
 
 
-def _run_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> RunResult:
+def _run_all(root: Path, jobs: Sequence[Job], problem: Problem | None, watch: Callback) -> RunResult:
     """Run all jobs that are not finished, in one or several processes, and write the figure and tables of all.
 
     Args:
         root: the folder of the run or comparison.
         jobs: the jobs.
-        shared: their data; None if all are finished.
+        problem: their data; None if all are finished.
         watch: receives the events of all runs.
     """
-    if shared is not None and shared.source.skipped:
-        write_skipped(root, shared.source.skipped)
+    if problem is not None and problem.source.skipped:
+        write_skipped(root, problem.source.skipped)
     # A method "module:Class" may have been passed as an object, which only this process knows.
     other_processes_know_methods = not any(":" in job.config.method for job in jobs)
     for_processes: dict[int, Job] = {}  # the unfinished jobs by number
-    if shared is not None and other_processes_know_methods:
+    if problem is not None and other_processes_know_methods:
         for number, job in enumerate(jobs):
             if not _is_finished(root / job.folder, job.config):
                 for_processes[number] = job
     if len(jobs) > 1:
         watch = GroupedRuns(watch, root)
-    run_job = partial(_run_job, root, shared)
+    run_job = partial(_run_job, root, problem)
     # Both are empty if one process is enough.
     summaries, failures = run_in_processes(run_job, for_processes, jobs[0].config, watch)
     for number, job in enumerate(jobs):
@@ -563,7 +563,7 @@ def _run_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Cal
             watch.record("methods_failed", text)
         first_failure = failures[min(failures)]
         raise first_failure
-    has_trained = shared is not None
+    has_trained = problem is not None
     is_written = all(path.exists() for path in (outcome.curves, *outcome.tables))
     if has_trained or not is_written:
         write_comparison(outcome)
@@ -594,22 +594,22 @@ def write_skipped(root: Path, skipped: Sequence[SkippedImage]) -> None:
         ) from error
 
 
-def _iterate_training_images(shared: Problem) -> Iterator[np.ndarray]:
+def _iterate_training_images(problem: Problem) -> Iterator[np.ndarray]:
     """Iterate over the images that clients or the server have, uint8 (H, W, C), without the padding of the network."""
-    images = shared.source.train.images
-    height, width = shared.input_size
+    images = problem.source.train.images
+    height, width = problem.input_size
     top = max(0, images.shape[1] - height) // 2
     left = max(0, images.shape[2] - width) // 2
-    for row in np.flatnonzero(shared.split.client != -1):
+    for row in np.flatnonzero(problem.split.client != -1):
         yield images[row, top : top + height, left : left + width]
 
 
-def _run_job(root: Path, shared: Problem | None, job: Job, watch: Callback) -> Row:
+def _run_job(root: Path, problem: Problem | None, job: Job, watch: Callback) -> Row:
     """Train one job from its latest checkpoint, or from the start, to its end.
 
     Args:
         root: the folder of the run or comparison.
-        shared: the data of the job; None if it is finished.
+        problem: the data of the job; None if it is finished.
         job: the job.
         watch: receives the run's events.
 
@@ -626,7 +626,7 @@ def _run_job(root: Path, shared: Problem | None, job: Job, watch: Callback) -> R
             # Checkpoints remain if the process was killed right after it wrote the summary.
             folder.checkpoints.clear()
             return check_finished(summary, path / SUMMARY)
-        assert shared is not None, "an unfinished job needs its data"
+        assert problem is not None, "an unfinished job needs its data"
         if factory.select_device(config).type == "cpu":
             retain_freed_memory()
         # The stored file may name an executor where the option is "auto".
@@ -645,44 +645,44 @@ def _run_job(root: Path, shared: Problem | None, job: Job, watch: Callback) -> R
         if folder.lock_warning:
             watch.record("warning", folder.lock_warning)
         if not (path / SPLIT).exists():
-            assembly.save_split(path, shared.split, shared.source)
+            assembly.save_split(path, problem.split, problem.source)
         assembly.record_split_checksums(path)
         if Path(config.data).is_dir():
-            image_digests.write_digests(path, _iterate_training_images(shared))
+            image_digests.write_digests(path, _iterate_training_images(problem))
         run = RunInfo(path, config, entry.title, first=checkpoint.round if checkpoint else 0)
         watch.begin(run)
         with (
             workers.open_executor(config) as executor,
             factory.apply_compute_settings(config, factory.count_threads(config)),
         ):
-            runtime = _build_simulation(config, shared, executor, _build_aggregators(config, shared, path))
-            experiment = _build_experiment(config, shared, runtime, executor, watch)
+            runtime = _build_simulation(config, problem, executor, _build_aggregators(config, problem, path))
+            experiment = _build_experiment(config, problem, runtime, executor, watch)
             results = run_rounds(experiment, folder, checkpoint, lambda row: watch.round(run, row))
-        summary = assembly.build_summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
+        summary = assembly.build_summary(config, {"setting": config.setting}, problem.source.classes, folder, results)
         # With cached features only the head was trained; the model file contains the backbone as well.
-        network, model = shared.task.network.full_model(results["model"])
+        network, model = problem.task.network.full_model(results["model"])
         card = assembly.build_card(
             config,
-            ImageSpec.of(shared.source),
+            ImageSpec.of(problem.source),
             network,
             to_toml(config),
-            input_size=shared.input_size,
-            temperature=_fit_temperature(config, shared, results["model"]),
+            input_size=problem.input_size,
+            temperature=_fit_temperature(config, problem, results["model"]),
         )
         folder.finish(model, card.render(), summary)
     watch.end(run, summary)
     return summary
 
 
-def _fit_temperature(config: Config, shared: Problem, model: Tree) -> float:
+def _fit_temperature(config: Config, problem: Problem, model: Tree) -> float:
     """Fit the divisor of the logits on validation images; 1 without them.
 
     It is 1 also if tests use statistics of test batches: the model file is used with running statistics, whose logits
     have another scale.
     """
-    if shared.validation is None or config.test_statistics != "running":
+    if problem.validation is None or config.test_statistics != "running":
         return 1.0
-    return evaluation.fit_temperature(shared.task.network, model, shared.task.normalize, shared.validation)
+    return evaluation.fit_temperature(problem.task.network, model, problem.task.normalize, problem.validation)
 
 
 def _is_finished(path: Path, config: Config) -> bool:
@@ -750,17 +750,17 @@ def _open_folder(path: Path, config: Config) -> Iterator[RunFolder]:
         yield folder
 
 
-def _build_aggregators(config: Config, shared: Problem, path: Path) -> tuple[Aggregator, ...]:
+def _build_aggregators(config: Config, problem: Problem, path: Path) -> tuple[Aggregator, ...]:
     """Build the stages that the uploads of a simulation pass: simulated attacks, and then the server's aggregators.
 
     Args:
         config: the configuration.
-        shared: the split, whose clients may be hostile.
+        problem: the split, whose clients may be hostile.
         path: the run folder, for the ledger of differential privacy.
     """
     attacks: tuple[HostileClients, ...] = ()
     if config.attack != "none":
-        hostile_clients = draw_hostile_clients(shared.split.clients, config.attackers, config.seed)
+        hostile_clients = draw_hostile_clients(problem.split.clients, config.attackers, config.seed)
         attacks = (HostileClients(config.attack, hostile_clients, config.seed, config.attack_factor),)
     # The noise of a simulation is drawn from its seed, so that the run can be reproduced; a federation has a secret.
     noise_seed = f"seed {config.seed}".encode()
@@ -768,67 +768,67 @@ def _build_aggregators(config: Config, shared: Problem, path: Path) -> tuple[Agg
 
 
 def _build_experiment(
-    config: Config, shared: Problem, runtime: Simulation, executor: Executor, watch: Callback
+    config: Config, problem: Problem, runtime: Simulation, executor: Executor, watch: Callback
 ) -> Experiment:
     """Build the experiment of a configuration: its simulation, test images and options of the round loop.
 
     Args:
         config: the configuration.
-        shared: data, split, task, views and batch rule.
+        problem: data, split, task, views and batch rule.
         runtime: the simulation.
         executor: computes test batches.
         watch: receives a message if not every round is evaluated.
     """
-    interval = choose_evaluation_interval(config, shared)
+    interval = choose_evaluation_interval(config, problem)
     if interval > 1 and config.evaluate_every is None:
         text = f"Test images are evaluated every {interval} rounds ({{evaluate_every=1}}: after each)."
         watch.record("evaluation_interval", OptionText(text, "evaluate_every"), rounds=interval)
-    experiment = assembly.build_experiment(config, runtime.task, runtime, shared.test, shared.validation)
+    experiment = assembly.build_experiment(config, runtime.task, runtime, problem.test, problem.validation)
     test_clients = None
-    if shared.test is not None:
+    if problem.test is not None:
         test_clients = deal_test_images(
-            shared.split,
-            shared.train.labels.cpu().numpy(),
-            shared.test.labels.cpu().numpy(),
-            len(shared.source.classes),
+            problem.split,
+            problem.train.labels.cpu().numpy(),
+            problem.test.labels.cpu().numpy(),
+            len(problem.source.classes),
         )
     return replace(experiment, executor=executor, evaluate_every=interval, test_clients=test_clients)
 
 
 def _build_simulation(
-    config: Config, shared: Problem, executor: Executor, aggregators: Sequence[Aggregator]
+    config: Config, problem: Problem, executor: Executor, aggregators: Sequence[Aggregator]
 ) -> Simulation:
     """Build the simulation of a configuration: its clients with their images, the method and the rules of a round.
 
     Args:
         config: the configuration.
-        shared: data, split, task, views and batch rule.
+        problem: data, split, task, views and batch rule.
         executor: trains clients.
         aggregators: the stages that uploads pass before the method averages them.
     """
     entry = registry.entry(config.method)
-    task = replace(shared.task, rounds=count_rounds(config))
-    hostile_clients = draw_hostile_clients(shared.split.clients, config.attackers, config.seed)
+    task = replace(problem.task, rounds=count_rounds(config))
+    hostile_clients = draw_hostile_clients(problem.split.clients, config.attackers, config.seed)
     dataset = FederatedDataset(
-        shared.train,
-        shared.split,
+        problem.train,
+        problem.split,
         all_labels=entry.all_labels,
         pooled=entry.pooled,
         reuse_labeled=config.reuse_labeled,
         label_flippers=frozenset(hostile_clients if config.attack == "label-flip" else ()),
-        classes=len(shared.source.classes),
+        classes=len(problem.source.classes),
     )
     if config.class_weights == "balanced":
         # A pooled data set has all labels, also those of the server, at its only client.
         holders = [*range(dataset.clients)] if dataset.pooled else [SERVER, *range(dataset.clients)]
         rows = np.concatenate([dataset.rows(client, labeled=True) for client in holders])
-        labels = shared.train.labels.cpu().numpy()[rows]
-        weights = factory.balanced_weights(labels, len(shared.source.classes))
+        labels = problem.train.labels.cpu().numpy()[rows]
+        weights = factory.balanced_weights(labels, len(problem.source.classes))
         task = replace(task, class_weights=weights)
     training = Training(
-        batching=shared.batching,
+        batching=problem.batching,
         budget=build_budget(config, task),
-        server_batching=shared.serving,
+        server_batching=problem.server_batching,
         executor=executor,
     )
     runtime_settings = RuntimeSettings(
@@ -842,7 +842,7 @@ def _build_simulation(
         factory.build_method(config),
         task,
         dataset,
-        shared.views,
+        problem.views,
         training,
         runtime_settings,
         store=TreeStore(cap=config.memory_cap * 1_000_000),  # the memories of clients, in bytes

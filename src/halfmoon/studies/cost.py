@@ -130,26 +130,26 @@ class RoundCost(NamedTuple):
         return rounds * self.round_seconds + rounds // evaluate_every * self.evaluation_seconds
 
 
-def measure_round_cost(config: Config, shared: Problem) -> RoundCost:
+def measure_round_cost(config: Config, problem: Problem) -> RoundCost:
     """Run three rounds in a temporary folder, to predict the time of a run: count a round's passes, and time them.
 
     The first round warms up, the second trains, the third trains and is evaluated.
 
     Args:
         config: the configuration of the run.
-        shared: the data, split and task of the run, which are built once for several methods.
+        problem: the data, split and task of the run, which are built once for several methods.
     """
     # Only the last round is evaluated and saved, so that the second one times the training by itself. A moving average
     # of models (`server_ema`), which only evaluation uses, is left out.
     short = replace(config, rounds=3, evaluate_every=3, checkpoint_every=3, server_ema=0.0)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "run"
-        runner.run_in_folder(short, path, shared=shared)
+        runner.run_in_folder(short, path, problem=problem)
         seconds = [float(row["seconds"]) for row in atomic_io.read_rows(path / TIMINGS)]
         # The forward and backward passes of single images in all rounds so far.
         cost = atomic_io.read_rows(path / METRICS)[-1]["cost"]
-    channels, height, width = shared.train.images.shape[1:]
-    products = shared.task.network.count_products((channels, height, width))
+    channels, height, width = problem.train.images.shape[1:]
+    products = problem.task.network.count_products((channels, height, width))
     # A backward pass has about twice the multiplications of a forward pass.
     passes = (cost["forward"] + 2 * cost["backward"]) / short.rounds
     return RoundCost(
@@ -221,10 +221,10 @@ def measure_round_seconds(config: Config) -> float:
     return measure_seconds(replace(config, rounds=2, checkpoint_every=2, evaluate_every=2))[-1]
 
 
-def measure_seconds(config: Config, shared: Problem | None = None) -> list[float]:
+def measure_seconds(config: Config, problem: Problem | None = None) -> list[float]:
     """Run a configuration in a temporary folder and return the seconds of each round."""
     with TemporaryDirectory() as folder:
-        runner.run_in_folder(config, Path(folder) / "run", shared=shared)
+        runner.run_in_folder(config, Path(folder) / "run", problem=problem)
         return [float(row["seconds"]) for row in atomic_io.read_rows(Path(folder) / "run" / TIMINGS)]
 
 

@@ -204,7 +204,7 @@ def _run_site_methods(
         # With a shared budget, all methods take as many steps as the reference method.
         method_config = replace(config, method=name, baselines=(), reference=config.reference or config.method)
         path = root if name == config.method else root / BASELINES / name
-        summaries.append(runner.run_in_folder(method_config, path, watch, tests=False, shared=problem))
+        summaries.append(runner.run_in_folder(method_config, path, watch, tests=False, problem=problem))
     return summaries
 
 

@@ -349,7 +349,7 @@ def train_from_scratch(
 ) -> Row:
     """Train a method in a folder, or read its finished run, and return the summary."""
     method_config = replace(config, method=name, baselines=(), reference=config.method)
-    return runner.run_in_folder(method_config, path, watch, tests=tests, shared=problem)
+    return runner.run_in_folder(method_config, path, watch, tests=tests, problem=problem)
 
 
 def restrict_to_fold(problem: Problem, fold: Fold) -> Problem:

@@ -170,7 +170,7 @@ def rehearse(
     table: list[RehearsalRow] = []
     for row in planned_rows:
         problem = None if shared is None else replace(shared, split=row.split)
-        summary = run_in_folder(row.config, root / row.folder, _RenamedRuns(watch, row.name, root), shared=problem)
+        summary = run_in_folder(row.config, root / row.folder, _RenamedRuns(watch, row.name, root), problem=problem)
         accuracy = summary["accuracy"]["chosen" if row.config.validation_part else "last"]
         label_count = int((row.split.labeled & (row.split.client >= 0)).sum())
         table.append(RehearsalRow(row.name, label_count, accuracy, rows.tests))

@@ -560,7 +560,7 @@ def _summarize_accuracy(folder: RunFolder, final_evaluation: ModelEvaluation, re
         folder: the run folder. Its rows have the evaluations of earlier rounds.
         final_evaluation: the evaluation of the saved model.
         results: the results of the rounds. "chosen" has the round with the best validation accuracy, and this accuracy;
-            it is None without validation images. "concluded" is then the evaluation of the model of the last round.
+            it is None without validation images. "last_client_test" is then the evaluation of the model of the last round.
 
     Returns:
         {"last", "best", "best_round"}; with a chosen round also {"chosen", "chosen_round", "validation"}.
@@ -571,7 +571,7 @@ def _summarize_accuracy(folder: RunFolder, final_evaluation: ModelEvaluation, re
     saved_accuracy = final_evaluation.row()["accuracy"]
     chosen_row = results["chosen"]
     # With a chosen round, the saved model is that of the round; the last model was evaluated after the last round.
-    last_accuracy = saved_accuracy if chosen_row is None else results["concluded"]["accuracy"]
+    last_accuracy = saved_accuracy if chosen_row is None else results["last_client_test"]["accuracy"]
     candidates = [(evaluation["accuracy"], evaluation["round"]) for evaluation in evaluations]
     candidates.append((last_accuracy, len(rows)))
     # Of rounds with the same accuracy the first one counts.
