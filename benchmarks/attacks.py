@@ -207,7 +207,7 @@ def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
                 images[rows], labels[rows] = patched(images[rows]), 0
         train = Examples(images, labels)
     label_flippers = frozenset(range(hostile) if cell.attack == "label flip" else ())
-    training = Training(shared.batching, build_budget(config, shared.task), shared.serving, VmapExecutor())
+    training = Training(shared.batching, build_budget(config, shared.task), shared.server_batching, VmapExecutor())
     rules = [Forgers(cell.attack, hostile), WeightCap(FACTOR)]
     rules += [] if cell.rule == "mean" else [RobustAggregator(cell.rule, 0.2)]
     simulation = Simulation(

@@ -78,7 +78,7 @@ def check_jobs(jobs: Sequence[Job], problem: Problem, watch: Callback, sites: Se
     for job, entry in zip(jobs, entries, strict=True):
         workers.count_workers(job.config)  # raises `UserError` for options that do not fit
         if job.config.seed == config.seed:  # seeds of one method have the same result
-            _check_method(job.config, shared)
+            _check_method(job.config, problem)
         if entry.pooled and job.config.attack != "none":
             raise UserError(f"attack needs clients, but method {entry.name} has all rows in one place; leave it out.")
     _check_labels(entries, problem, sites)
@@ -87,24 +87,24 @@ def check_jobs(jobs: Sequence[Job], problem: Problem, watch: Callback, sites: Se
     _report_federation_options(jobs, watch)
 
 
-def _check_method(config: Config, shared: Problem) -> None:
+def _check_method(config: Config, problem: Problem) -> None:
     """Raise UserError if a method cannot start on the network, the clients and the labels of a run."""
     method = factory.build_method(config)
     norm = effective_norm(config)
-    clients = shared.split.clients
+    clients = problem.split.clients
     if requirements_of(method, norm).every_client and config.cohort != clients:
         raise UserError(
             f"cohort is {config.cohort}, but every round of {config.method} needs all {clients} clients: set it to "
             f"{clients}."
         )
-    if norm == "batch" and getattr(method, "sbn", None) == "server" and not (shared.split.client == SERVER).any():
+    if norm == "batch" and getattr(method, "sbn", None) == "server" and not (problem.split.client == SERVER).any():
         raise UserError(
             f"sbn of {config.method} is 'server', but the server has no image to estimate the statistics of batch "
             "normalization on: set it to 'all' or 'cohort'."
         )
     # The server's first tree depends on the network: some methods need a network with a last layer of a certain kind.
-    method.client_updates(shared.task)
-    method.start(shared.task, initial_model(shared.task, config.seed, factory.select_device(config)))
+    method.client_updates(problem.task)
+    method.start(problem.task, initial_model(problem.task, config.seed, factory.select_device(config)))
 
 
 def check_image_options(config: Config) -> None:
@@ -163,7 +163,7 @@ def _check_run(config: Config, raw: Source) -> None:
         task=task,
         views=factory.build_views(config, image_spec),
         batching=batching,
-        serving=server_batching,
+        server_batching=server_batching,
         input_size=(height, width),
         validation=None if data.validation is None else factory.to_examples(data.validation, torch.device("cpu")),
     )
