@@ -125,12 +125,12 @@ Three sites with digits (`halfmoon {" ".join(EXPORT_COMMAND)}`), each with a reg
 round in which a site sends no usable reply. An attack starts after round 1.
 
 TOGETHER The last round waits until the attack has been refused: one site delays its reply. The
-sites connect again for each run, with the same folders.
+sites reconnect for each run, with the same folders.
 
 ## How to read the table
 
 - "Weights" compares the SHA-256 of `model.safetensors` with that of the run without attacks, `WEIGHTS`.
-- "The log of that site" is the output of `halfmoon site join`, which the attacker sees and which is also written to `join.log`.
+- "The log of that site" is the output of `halfmoon site join`, which the attacker can read and which is also written to `join.log`.
   Lines that start with `halfmoon:` are only printed. If Flower rejects a key, `serve.log` has no line about it, but
   `flower/superlink.log` in the run folder has one, with the key.
 - The site whose replies attack is one of the three, with its registered key. It runs halfmoon with the changes of

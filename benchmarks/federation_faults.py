@@ -243,7 +243,7 @@ server. A process is killed when the site has computed half of its local update.
 - "Restarted by hand": the command itself was killed, and entered a second time. halfmoon restarts all other processes.
 - Sites that misbehave use `halfmoon site join` with `benchmarks/misbehaving` in PYTHONPATH. Its `sitecustomize.py`
   changes the replies of the site's process, or what its SuperNode sends (every reply twice).
-- The full disk is a tmpfs of 4 MB with the site's state folder, filled to the last byte until round 2 has ended.
+- The full disk is a tmpfs of 4 MB with the site's state folder, filled to the last byte until round 2 is over.
 
 ## How to read the table
 

@@ -278,7 +278,7 @@ def format_page(record: dict[str, Any], all_counts: list[TargetCounts]) -> str:
         for t in all_counts
     ]
     early = [f"`{t.target}`" for t in all_counts if t.stop_reason]
-    note = f"Ended before all cases were run: {', '.join(early)}." if early else "All cases were run."
+    note = f"Time ran out before all cases were run: {', '.join(early)}." if early else "All cases were run."
     missing = [f"`{each.name}`" for each in TARGETS if each.name not in {t.target for t in all_counts}]
     note += f" Not run: {', '.join(missing)}." if missing else ""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())

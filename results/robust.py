@@ -198,7 +198,7 @@ def measure_counts(options: argparse.Namespace) -> None:
         "FedAvg + FixMatch on the embedded digits, ten clients of which one is hostile, ten short rounds. `false-counts`",
         "reports 10^6 times its images; `sign-flip-false-counts` also flips the sign of its update. `weight_cap`",
         f"{FACTOR:g} is the default of `halfmoon serve`; 0 is no cap. Cells are test accuracy in percent, mean ± standard",
-        f"deviation over {len(options.seeds)} seeds. With three, differences of a few points mean nothing.", "",
+        f"deviation over {len(options.seeds)} seeds. With three seeds, differences of a few points are noise.", "",
         "| aggregation | weight_cap | " + " | ".join(COUNT_ATTACKS) + " |", "| --- | --- |" + " --- |" * len(COUNT_ATTACKS),
     ]  # fmt: skip
     page = options.out.read_text() if options.out.exists() else ""
