@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -195,8 +196,18 @@ def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Pat
     ("labels", "classes", "kind", "message"),
     [
         ({0: DIAGNOSIS, 1: "ill"}, "", UNFIT, "it has labels of classes that the federation does not have"),
-        ({}, "sound\nill\n", UNFIT, "the federation has labels at every site, but this site has none."),
-        (dict.fromkeys(range(8), "ill"), "ill\n", UNFIT, "needs images without a label, but this site has none."),
+        (
+            {},
+            "sound\nill\n",
+            UNFIT,
+            "the federation has labels at every site, but this site has none: with some it joins.",
+        ),
+        (
+            dict.fromkeys(range(8), "ill"),
+            "ill\n",
+            UNFIT,
+            "needs images without a label, but this site has none: with some it joins.",
+        ),
         ({99: "ill"}, "", FAILED, "it cannot take part now; its own log has the reason."),
         ({0: "ill"}, f"{DIAGNOSIS}\n", FAILED, "it cannot take part now; its own log has the reason."),
     ],
@@ -581,3 +592,14 @@ def test_malformed_request_gets_a_reply(
     response = steady.reply_to(bytes(data[:cut]))
     read_message(response, Refusal, Reply)
     discreet(response)
+
+
+def test_unreadable_images_are_counted_with_the_command_that_lists_them(tmp_path: Path) -> None:
+    site = folder(tmp_path / WARD, {0: "ill", 1: "sound"})
+    broken = sorted(path for path in site.rglob("*.png"))[-1]
+    broken.write_bytes(b"")
+    member = SiteClient.from_folder(site, "north", tmp_path / "home")
+    assert isinstance(read_message(member.reply_to(offer()), Acceptance), Acceptance)
+    count = len(list(site.rglob("*.png")))
+    text = f"1 cannot be read and are left out ({1 / count:.0%}): `halfmoon site check {shlex.quote(str(site))}` lists them"
+    assert text in logged(member)

@@ -582,7 +582,8 @@ class Membership:
             self._warn(node, f"a site sent a reply that cannot be read: {error}")
             return
         if isinstance(message, Refusal):
-            self._warn(node, f"a site does not join: {message.reason[:MAX_REASON_LENGTH]}")
+            owner = (self._key_owners or {}).get(node)
+            self._warn(node, f"{owner.name if owner else 'a site'} does not join: {message.reason[:MAX_REASON_LENGTH]}")
             return
         name = message.name
         if message.federation != self.terms.hash or name not in self.terms.sites:

@@ -1,6 +1,7 @@
 """One site of a federation: it runs local updates on its own images, and retains a memory between rounds."""
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -443,12 +444,14 @@ def _check_labels(terms: Terms, site_method: Method, site_task: Task, labeled: i
             raise RefusalError(f"method {entry.name} needs a label for every image, but {unlabeled:,} have none.")
         return
     if config.labels_at == "clients" and not labeled:
-        raise RefusalError("the federation has labels at every site, but this site has none.")
+        raise RefusalError("the federation has labels at every site, but this site has none: with some it joins.")
     # `requirements.views` are augmented views of unlabeled images. A method that uses them does so in its first update;
     # further updates may train on labeled images only. With `reuse_labeled`, labeled images are used as unlabeled too.
     first_update = next(iter(site_method.client_updates(site_task).values()))
     if first_update.requirements.views and not unlabeled and not config.reuse_labeled:
-        raise RefusalError(f"method {entry.name} needs images without a label, but this site has none.")
+        raise RefusalError(
+            f"method {entry.name} needs images without a label, but this site has none: with some it joins."
+        )
 
 
 def _check_class_counts(class_counts: Sequence[int], unlabeled: int, requirements: Requirements) -> None:
@@ -567,6 +570,9 @@ class SiteImages:
         if result.decoded:
             left_out = len(result.left_out)
             text = f"decoded {result.decoded:,} images; {left_out:,} cannot be read and are left out"
+            if left_out:
+                share = left_out / (left_out + len(result.site))
+                text += f" ({share:.0%}): `halfmoon site check {shlex.quote(str(self.folder))}` lists them"
             log.record("images_decoded", text, images=result.decoded, left_out=left_out)
         return result.site
 

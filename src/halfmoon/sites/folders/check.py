@@ -151,7 +151,7 @@ def check_site(
             progress(row + 1, len(site))
     findings += report(
         "images that use little of their range",
-        "each is stretched from black to white separately; to give all the same range, use --window LOW HIGH",
+        "each is stretched from black to white separately; to give all the same range, set the option window",
         narrow_range,
     )
     findings += report(
