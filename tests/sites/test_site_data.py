@@ -521,3 +521,14 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, command, messa
     assert complaint.startswith(f"halfmoon: {message}")
     assert complaint.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_images_of_formats_that_are_not_read_are_no_other_files(tmp_path: Path) -> None:
+    """They were among files that are no images, so that a site of a phone's HEIC files had them left out unnoticed."""
+    for name in ("a.png", "b.psd", "c.dng", "notes.txt"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "labels.csv").write_text("path,label\na.png,cat\n")
+    _, findings = scan_site(tmp_path)
+    names_by_kind = {finding.kind: finding.names for finding in findings}
+    assert names_by_kind["images of formats that are not read"] == ("b.psd", "c.dng")
+    assert names_by_kind["files that are no images"] == ("notes.txt",)

@@ -105,3 +105,11 @@ def test_a_refused_run_of_a_large_folder_leaves_no_plan(
     assert main([*command, "--run-dir", str(tmp_path / "out")]) == 2
     assert "4 of 24 images cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_of_a_missing_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error explained which folders go with --plan."""
+    assert main(["run", "--data", str(tmp_path / "lost"), "--plan"]) == 2
+    assert f"no data set or folder is called '{tmp_path / 'lost'}'" in capsys.readouterr().err
+    assert main(["run", "--data", "digits", "--plan"]) == 2
+    assert "go with --data FOLDER" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -74,7 +75,7 @@ def plan_from_flags(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan 
 
         plan = planning.plan_if_folder(flags, args.minutes, args.plan, args.scratch_trial)
     if plan is None and (args.plan or args.minutes is not None or args.scratch_trial is not None):
-        from halfmoon.data.sources import refuse_without_data
+        from halfmoon.data.sources import HUB_NAME, describe_unknown, list_datasets, refuse_without_data
         from halfmoon.studies.plan import EXPLICIT_OPTIONS
 
         # Nothing explicit is set, so the folder itself cannot be planned: explain which folders can.
@@ -84,6 +85,14 @@ def plan_from_flags(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan 
                 f"{folder}: --plan, --minutes and --scratch-trial need class folders, or images with a labels.csv; to train on parquet or "
                 "official files, name a --method and leave them out."
             )
+        name = str(folder)
+        if (
+            args.config is None
+            and not folder.exists()
+            and name not in list_datasets()
+            and not re.fullmatch(HUB_NAME, name)
+        ):
+            raise describe_unknown(name)
         excluded = ", ".join(f"--{name}" for name in sorted(EXPLICIT_OPTIONS))
         raise UserError(
             "--plan, --minutes and --scratch-trial go with --data FOLDER, a folder of class folders or of images with a labels.csv, and "

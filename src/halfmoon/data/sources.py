@@ -26,6 +26,9 @@ from halfmoon.storage import atomic_io
 
 __all__ = ["DATASETS", "DIGITS_DESCRIPTION", "DatasetInfo", "list_datasets", "load", "save"]
 
+HUB_NAME = r"\w[\w.-]*/\w[\w.-]*"
+"""A regular expression for the name of a data set on the Hugging Face hub, owner/name."""
+
 NESTED_NOTE = "images are in subfolders of class folders; the class is the first level"
 
 DIGITS_DESCRIPTION = (
@@ -88,15 +91,10 @@ def load(
         train, tests, classes = hub.read(info.hub, test_part, info.config, info.gray, preparation)
     elif Path(name).is_file():
         raise UserError(f"{name} is a file: give the folder that holds the images.")
-    elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    elif re.fullmatch(HUB_NAME, name):
         train, tests, classes = hub.read(name, test, preparation=preparation)
     else:
-        if os.name != "nt" and PureWindowsPath(name).drive:
-            raise UserError(
-                f"{name} is a path of Windows, but this is another system: give its path here (in WSL, the drive C: is "
-                "/mnt/c)."
-            )
-        raise UserError(f"no data set or folder is called {name!r}; {suggest(name, list_datasets())}")
+        raise describe_unknown(name)
     if classes is None:
         classes = info.classes if info else _number_classes(name, train.labels)
     if info:
@@ -333,6 +331,15 @@ def has_official_files(folder: Path) -> bool:
     return bool(
         idx.has_files(folder) or parquet.find_shards(folder, "train") or _detect_official(folder, "") is not None
     )
+
+
+def describe_unknown(name: str) -> UserError:
+    """Describe the name of data that is neither a folder nor a data set, in an error."""
+    if os.name != "nt" and PureWindowsPath(name).drive:
+        return UserError(
+            f"{name} is a path of Windows, but this is another system: give its path here (in WSL, the drive C: is /mnt/c)."
+        )
+    return UserError(f"no data set or folder is called {name!r}; {suggest(name, list_datasets())}")
 
 
 def refuse_without_data(folder: Path) -> None:

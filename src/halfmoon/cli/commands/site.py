@@ -23,6 +23,7 @@ from halfmoon.cli.commands.base import (
     print_json,
     print_table,
     print_text,
+    print_warning,
     refuse_windows,
     requested_options,
 )
@@ -310,12 +311,13 @@ def add_join_flags(parser: argparse.ArgumentParser) -> None:
 
 def _join(args: argparse.Namespace) -> int:
     """Run `site join`: take part in a federation as a site, until it is finished."""
+    from halfmoon.data.readers.class_folders import describe_unsupported_formats
     from halfmoon.federation.site import consent
     from halfmoon.federation.transport.contact import Address
     from halfmoon.federation.transport.processes import interruptible, require_flower
     from halfmoon.federation.transport.site_process import Declined, SiteFinished, SiteOptions, join_federation
     from halfmoon.sites.folders.prepare import STATE_FOLDER
-    from halfmoon.sites.folders.site_folder import read_site
+    from halfmoon.sites.folders.site_folder import describe_ignored, read_site
 
     refuse_windows()
     server = Address.parse(args.server)
@@ -331,6 +333,9 @@ def _join(args: argparse.Namespace) -> int:
         weight_files.register(path)  # raises now if the file cannot be read
     # All folders are read before the network is used: a site with a fault must not appear to the server.
     result = read_site(args.site)
+    formats = describe_unsupported_formats(args.site)
+    for note in (*describe_ignored(args.site), *([formats] if formats else [])):
+        print_warning(f"{args.site}: {note}.")
     for flag, folder in {"--test": args.test, "--validation": args.validation}.items():
         if folder is not None and not (read_site(folder).labels >= 0).any():
             raise UserError(f"{flag} {folder} has no labeled image: label some in its labels.csv.")

@@ -4,9 +4,10 @@ import mimetypes
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 
@@ -335,10 +336,17 @@ def count_images(folder: Path) -> int:
 def count_unsupported_formats(folder: Path) -> Counter[str]:
     """Count the image files in and below a folder whose formats are not supported, by suffix."""
     suffixes = Counter(path.suffix.lower() for path in walk_files(folder))
-    images = {suffix for suffix in suffixes if str(mimetypes.guess_type(f"a{suffix}")[0]).startswith("image/")}
-    # Some systems do not list these as images.
-    images.update(suffixes.keys() & {*HEIF_SUFFIXES, *AVIF_SUFFIXES, *OTHER_SUFFIXES})
-    return Counter({suffix: suffixes[suffix] for suffix in images.difference(SUFFIXES)})
+    return Counter({suffix: count for suffix, count in suffixes.items() if is_unsupported_suffix(suffix)})
+
+
+@cache
+def is_unsupported_suffix(suffix: str) -> bool:
+    """Check whether a suffix, such as ".heic", is that of images or archives that are not read here."""
+    if suffix in SUFFIXES:
+        return False
+    # Some systems do not list those of the second kind as images.
+    is_listed = str(mimetypes.guess_type(f"a{suffix}")[0]).startswith("image/")
+    return is_listed or suffix in {*HEIF_SUFFIXES, *AVIF_SUFFIXES, *OTHER_SUFFIXES}
 
 
 def describe_unsupported_formats(folder: Path) -> str:
@@ -347,12 +355,17 @@ def describe_unsupported_formats(folder: Path) -> str:
     if not formats:
         return ""
     counts = ", ".join(f"{count:,} {suffix}" for suffix, count in formats.most_common(3))
+    return f"files of formats that are not read ({counts}): {advise_formats(formats)}"
+
+
+def advise_formats(suffixes: Iterable[str]) -> str:
+    """Advise what to do about files with these suffixes, which are not read."""
     advice = "convert them to PNG or JPEG"
-    if formats.keys() & set(HEIF_SUFFIXES):
+    if set(suffixes) & set(HEIF_SUFFIXES):
         advice += ", or read HEIC by pip install 'halfmoon[heif]'"
-    if formats.keys() & set(ARCHIVE_SUFFIXES):
+    if set(suffixes) & set(ARCHIVE_SUFFIXES):
         advice += ", and unpack archives"
-    return f"files of formats that are not read ({counts}): {advice}"
+    return advice
 
 
 def _list_class_images(folder: Path) -> list[Path]:

@@ -18,10 +18,12 @@ from halfmoon.data.groups import find_groups
 from halfmoon.data.readers.class_folders import (
     CLASSES_FILE,
     SUFFIXES,
+    advise_formats,
     describe_unsupported_formats,
     find_unlabeled,
     has_classes,
     is_hidden,
+    is_unsupported_suffix,
 )
 from halfmoon.data.readers.label_table import (
     LABELS_FILE,
@@ -209,6 +211,7 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     if not (folder / CLASSES_FILE).exists():
         typos = [*_find_similar_names(labels, classes), *_find_likely_typos(labels, classes)]
     table_name = table.file if table.file is not None and table.file.lower() != LABELS_FILE else LABELS_FILE
+    unsupported = [path for path in files.others if is_unsupported_suffix(_suffix(path))]
     remedy = f"correct {table_name}" if table.file is not None else "move their images into one folder"
     findings = [
         *report("folders that cannot be opened", "make them readable", files.closed_folders, blocks=True),
@@ -243,9 +246,17 @@ def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
         ),
         *report(_UNNAMED, "they are ignored; rename them", files.unnamed),
         *report(_LINKS, "they are not followed; copy the images into the folder", files.links),
-        *report("files that are no images", "they are ignored", files.others),
+        *report("images of formats that are not read", advise_formats(map(_suffix, unsupported)), unsupported),
+        *report(
+            "files that are no images", "they are ignored", [path for path in files.others if path not in unsupported]
+        ),
     ]
     return SiteFolder(folder, tuple(images), labels, classes, groups=image_groups), findings
+
+
+def _suffix(path: str) -> str:
+    """Return the suffix of a file in lower case, such as ".heic"."""
+    return os.path.splitext(path)[1].lower()
 
 
 _UNNAMED = "images whose names are not UTF-8"
