@@ -95,11 +95,12 @@ def test_comparison_reports_the_executor_of_its_runs(tmp_path: Path) -> None:
     assert 'executor = \\"vmap\\"' in (tmp_path / "comparison.json").read_text()
 
 
-def test_a_last_round_that_diverges_is_no_result(tmp_path: Path) -> None:
-    """No client trains after it: the test images find that the model's predictions are no numbers."""
-    config = Config(method="fedavg", rounds=1, lr=1e9, clients=4, cohort=2, run_dir=tmp_path / "run", device="cpu")
-    with pytest.raises(Diverged, match=r"^The test loss became \w+ in round 1: training stopped\."):
-        halfmoon.run(config)
+@pytest.mark.parametrize("images", ["test", "validation"])
+def test_a_last_round_that_diverges_is_no_result(images: str, tmp_path: Path) -> None:
+    """No client trains after it: the test or validation images find that the model's predictions are no numbers."""
+    config = Config(method="fedavg", rounds=1, lr=1e9, clients=4, cohort=2, device="cpu", validation_share=0.1)
+    with pytest.raises(Diverged, match=rf"^The {images} loss became \w+ in round 1: training stopped\."):
+        runner.run_in_folder(config, tmp_path / "run", tests=images == "test")
     assert not (tmp_path / "run" / "summary.json").exists()
 
 

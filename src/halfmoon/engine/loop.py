@@ -233,7 +233,7 @@ class _Run:
             row: the round's line of metrics, which is extended.
 
         Raises:
-            Diverged: the test loss is not finite.
+            Diverged: the test or validation loss is not finite.
         """
         experiment = self.experiment
         model = self.model()
@@ -242,7 +242,9 @@ class _Run:
             test = self._test(model, experiment.test, row)
         is_best = True
         if experiment.validation is not None:
-            row["validation"] = _evaluate_images(experiment, model, experiment.validation).row()
+            validation = _evaluate_images(experiment, model, experiment.validation)
+            _check_loss(validation, self.round, "validation loss")
+            row["validation"] = validation.row()
             is_best = self._keep_best(model, _validation_scores([row]))
         if is_best:
             self.test = test
@@ -261,8 +263,7 @@ class _Run:
         """
         experiment = self.experiment
         test = _evaluate_images(experiment, model, images)
-        if not math.isfinite(test.loss):
-            raise Diverged(row["round"] - 1, client=None, step=None, value=test.loss, quantity="test loss")
+        _check_loss(test, self.round, "test loss")
         row["test"] = test.row()
         client_accuracies = _client_accuracies(experiment, test)
         if client_accuracies:
@@ -400,6 +401,20 @@ def _evaluate_images(experiment: Experiment, model: Tree, images: Examples) -> M
         statistics=task.testing,
         executor=experiment.executor,
     )
+
+
+def _check_loss(evaluation: ModelEvaluation, rounds: int, quantity: str) -> None:
+    """Raise `Diverged` if the loss of the model after so many rounds is not finite.
+
+    A checkpoint could not be resumed: a loss that is no number has no order, and is null in the metrics.
+
+    Args:
+        evaluation: the evaluation of the model.
+        rounds: the number of finished rounds.
+        quantity: the name of the loss, for the error.
+    """
+    if not math.isfinite(evaluation.loss):
+        raise Diverged(rounds - 1, client=None, step=None, value=evaluation.loss, quantity=quantity)
 
 
 def _validation_scores(rows: list[Row]) -> list[_ValidationScore]:
