@@ -2,7 +2,7 @@
 
     python benchmarks/resources.py start [--against FOLDER] [--turns 5]
     python benchmarks/resources.py images COUNT [--side 64] [--folder FOLDER]
-    python benchmarks/resources.py model [--width 120] [--turns 2] [--methods fedavg fedavg-fixmatch]
+    python benchmarks/resources.py model [--width 120] [--turns 2] [--rounds 5] [--methods fedavg fedavg-fixmatch]
     python benchmarks/resources.py page [--side 8192] [--kinds KIND ...]
 
 start: the time until `halfmoon --help` has ended, and until `halfmoon run` takes its first step on digits. Seconds of the
@@ -14,11 +14,12 @@ images of SIDE x SIDE RGB into FOLDER (a temporary one), then runs `halfmoon run
 1,000. Prints the seconds until the run has ended, the processor's share of them (the rest is waiting for the disk or for
 other programs), and the peak resident memory, of which the system can reclaim mapped pages ("anonymous" it cannot).
 
-model: the memory of a model of 23 million parameters against a plain PyTorch loop, and the size of the run folder.
-ResNet-9 on digits, padded to 16x16: 2 rounds of 2 clients, 3 steps each, Adam. Both are separate processes, in turns; peak
-resident memory and processor time are those of `os.wait4`. The plain loop has a global and a local network, gradients and
-Adam, a sum of the updates, the accuracy on the test images and a `torch.save` of the model each round; its unlabeled images
-are the same digits with noise.
+model: the memory and the processor time of a model of 23 million parameters against a plain PyTorch loop, and the size of
+the run folder. ResNet-9 on digits, padded to 16x16: rounds of 2 clients, 3 steps each, Adam. Both are separate processes,
+in turns; peak resident memory and processor time are those of `os.wait4`. The time of a round is that of a run of
+`--rounds` rounds minus that of a run of one round, over the rounds between, so that it includes neither imports nor the one
+evaluation after the last round. The plain loop has a global and a local network, gradients and Adam, a sum of the updates,
+and a `torch.save` of the model each round; its unlabeled images are the same digits with noise.
 
 page: the labeling page under 40 concurrent requests for one large image of random blocks, every other one for its preview.
 The peak is that of the process of `halfmoon site label` (VmHWM of /proc, MB).
@@ -193,7 +194,6 @@ def measure_images(options: argparse.Namespace) -> None:
 LABELED = 10
 UNLABELED = 30
 STEPS = 3
-ROUNDS = 2
 CLIENTS = 2
 
 
@@ -205,7 +205,7 @@ class ProcessCost(NamedTuple):
     files: float
 
 
-def run_plain_loop(method: str, width: int, folder: Path) -> None:
+def run_plain_loop(method: str, width: int, rounds: int, folder: Path) -> None:
     """Train in a plain loop, with the `torch.nn` network of the tests."""
     sys.path.insert(0, str(ROOT / "tests/support"))
     import copy
@@ -221,7 +221,7 @@ def run_plain_loop(method: str, width: int, folder: Path) -> None:
     labels = torch.from_numpy(digits["labels"]).long()
     model = TorchResNet9(1, 10, width)
     local = copy.deepcopy(model)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         total: dict[str, torch.Tensor] = {}
         for _ in range(CLIENTS):
             local.load_state_dict(model.state_dict())
@@ -244,19 +244,19 @@ def run_plain_loop(method: str, width: int, folder: Path) -> None:
             del optimizer, loss
             local.zero_grad(set_to_none=True)
         model.load_state_dict({name: leaf / CLIENTS for name, leaf in total.items()})
-        model.eval()
-        with torch.no_grad():
-            predicted = torch.cat([model(batch).argmax(1) for batch in images[-360:].split(120)])
-            print((predicted == labels[-360:]).float().mean().item())
         torch.save(model.state_dict(), folder / "model.pt")
+    model.eval()
+    with torch.no_grad():
+        predicted = torch.cat([model(batch).argmax(1) for batch in images[-360:].split(120)])
+        print((predicted == labels[-360:]).float().mean().item())
 
 
-def halfmoon_command(method: str, width: int, folder: Path) -> list[str]:
+def halfmoon_command(method: str, width: int, rounds: int, folder: Path) -> list[str]:
     """Return the command of the same training with halfmoon."""
     arguments = {
-        "method": method, "network": "resnet9", "width": width, "clients": CLIENTS, "cohort": CLIENTS, "rounds": ROUNDS,
+        "method": method, "network": "resnet9", "width": width, "clients": CLIENTS, "cohort": CLIENTS, "rounds": rounds,
         "steps": STEPS, "threads": 1, "device": "cpu", "labeled-batch": LABELED, "unlabeled-batch": UNLABELED,
-        "run-dir": folder / "run",
+        "evaluate-every": rounds, "run-dir": folder / "run",
     }  # fmt: skip
     flags = [flag for name, value in arguments.items() for flag in (f"--{name}", str(value))]
     return [sys.executable, "-m", "halfmoon", "run", *flags]
@@ -274,30 +274,43 @@ def run_process(command: list[str], folder: Path) -> ProcessCost:
     return ProcessCost(usage.ru_maxrss * 1024 / 1e6, usage.ru_utime + usage.ru_stime, files / 1e6)
 
 
+def run_both(method: str, width: int, rounds: int) -> tuple[ProcessCost, ProcessCost]:
+    """Run the plain loop and halfmoon, one after the other, in new folders."""
+    with tempfile.TemporaryDirectory() as name:
+        plain = Path(name, "plain")
+        run = Path(name, "halfmoon")
+        plain.mkdir()
+        run.mkdir()
+        command = [sys.executable, __file__, "model", "--plain", str(plain), "--methods", method]
+        command += ["--width", str(width), "--rounds", str(rounds)]
+        return run_process(command, plain), run_process(halfmoon_command(method, width, rounds, run), run)
+
+
 def measure_model(options: argparse.Namespace) -> None:
     """Print the table of both loops."""
     if options.plain:
-        run_plain_loop(options.methods[0], options.width, options.plain)
+        run_plain_loop(options.methods[0], options.width, options.rounds, options.plain)
         return
-    print("| method | plain, MB | halfmoon, MB | ratio | processor time, ratio | files of plain, MB | run folder, MB |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| method | plain, MB | halfmoon, MB | ratio | plain, s a round | halfmoon, s a round | ratio | run folder, MB |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for method in options.methods:
-        turns: list[tuple[ProcessCost, ProcessCost]] = []
+        memory: list[tuple[float, float]] = []
+        seconds: list[tuple[float, float]] = []
+        files: list[float] = []
         for _ in range(options.turns):
-            with tempfile.TemporaryDirectory() as name:
-                plain = Path(name, "plain")
-                halfmoon_folder = Path(name, "halfmoon")
-                for folder in (plain, halfmoon_folder):
-                    folder.mkdir()
-                command = [sys.executable, __file__, "model", "--plain", str(plain)]
-                command += ["--methods", method, "--width", str(options.width)]
-                cost = run_process(command, plain)
-                turns.append(
-                    (cost, run_process(halfmoon_command(method, options.width, halfmoon_folder), halfmoon_folder))
-                )
-        a, b = ([statistics.median(each) for each in zip(*costs, strict=True)] for costs in zip(*turns, strict=True))
-        times = [statistics.median(halfmoon_folder[k] / plain[k] for plain, halfmoon_folder in turns) for k in (0, 1)]
-        print(f"| {method} | {a[0]:,.0f} | {b[0]:,.0f} | {times[0]:.2f} | {times[1]:.2f} | {a[2]:,.0f} | {b[2]:,.0f} |")
+            plain_first, first = run_both(method, options.width, 1)
+            plain, run = run_both(method, options.width, options.rounds)
+            memory.append((plain.memory, run.memory))
+            between = options.rounds - 1
+            seconds.append(((plain.seconds - plain_first.seconds) / between, (run.seconds - first.seconds) / between))
+            files.append(run.files)
+        cells: list[str] = []
+        for pairs, form in ((memory, ",.0f"), (seconds, ".2f")):
+            cells += [format(statistics.median(values), form) for values in zip(*pairs, strict=True)]
+            cells.append(f"{statistics.median(mine / theirs for theirs, mine in pairs):.2f}")
+        print(f"| {method} | {' | '.join(cells)} | {statistics.median(files):,.0f} |", flush=True)
 
 
 # page
@@ -417,6 +430,7 @@ def main() -> None:
     model.set_defaults(measure=measure_model)
     model.add_argument("--width", type=int, default=120)
     model.add_argument("--turns", type=int, default=2)
+    model.add_argument("--rounds", type=int, default=5)
     model.add_argument("--methods", nargs="+", default=["fedavg", "fedavg-fixmatch"])
     model.add_argument("--plain", type=Path, metavar="FOLDER", help="run the plain loop in this process")
     page = commands.add_parser("page")

@@ -167,7 +167,7 @@ BENCHMARKS: dict[str, Small] = {
     "peers": ("--only plain halfmoon --cohorts 2 --sizes tiny --turns 1 --folder {out}/environments", {"STARTS": 1}),
     "photographs": ("{data}/photographs --plain", {"LABELS_PER_CLASS": 3}),
     "resources": (
-        "start --turns 1 && images 6000 --side 8 --folder {out} && model --width 8 --turns 1 --methods fedavg && "
+        "start --turns 1 && images 6000 --side 8 --folder {out} && model --width 8 --turns 1 --rounds 2 --methods fedavg && "
         "page --side 256 --kinds turned-rgba-tiff dicom-jpeg2000",
         {"REQUESTS": 4, "START_COMMANDS": {"--help": None}},
     ),

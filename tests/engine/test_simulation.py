@@ -870,3 +870,17 @@ def test_the_models_of_single_clients_are_measured(count):
     values = [each["local"]["js_labeled"] for each in row["each"]]
     assert (row["local_js_labeled_low"], row["local_js_labeled_high"]) == (min(values), max(values))
     assert row["local_js_labeled"] == pytest.approx(sum(values) / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "layout"),
+    [("cpu", 2**10, tree.channels_last), ("cpu", 2**23, tree.contiguous), ("meta", 2**23, tree.channels_last)],
+)
+def test_a_large_model_on_a_cpu_trains_in_the_standard_layout(device, rows, layout):
+    """2^23 numbers are 32 MiB; other trees beside the parameters do not count."""
+    broadcast = {
+        "params": {"w": torch.empty(1, 1, 1, 1, device=device).expand(rows, 1, 1, 1)},
+        "average": {"w": torch.empty(1, 1, 1, 1, device=device).expand(2**24, 1, 1, 1)},
+    }
+    assert driver._choose_layout(broadcast) is layout
+    assert driver._choose_layout({}) is tree.channels_last

@@ -12,6 +12,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import vmap_clients
 from halfmoon.core.errors import Diverged
+from halfmoon.core.memory import LARGE_MODEL_BYTES
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import ClientSize
 from halfmoon.engine.groups import WorkSize
@@ -153,7 +154,8 @@ def update_one(
     the upload and the memory.
 
     All images and weights are channels-last inside of this function, the layout for which the convolutions of CPUs and of
-    a GPU's tensor cores are made. Upload and memory are contiguous, so that they do not depend on how they were computed.
+    a GPU's tensor cores are made; those of a large model on a CPU are contiguous. So are upload and memory in any case, so
+    that they do not depend on how they were computed.
 
     Args:
         context: the settings of this query: what the clients run, and the names of its random streams.
@@ -168,8 +170,9 @@ def update_one(
     """
     client_update = context.client_update
     memory = tree.map(torch.clone, memory)  # the optimizer modifies it, and a store may have a reference to it
-    broadcast = tree.channels_last(broadcast)
-    memory = tree.channels_last(memory)
+    lay_out = _choose_layout(broadcast)
+    broadcast = lay_out(broadcast)
+    memory = lay_out(memory)
     data = _add_precomputed_views(context, client, data)
     # `begin` comes before the draws: its pseudo-labels may exclude images from the minibatches.
     carry = client_update.begin(broadcast, memory, data)
@@ -179,7 +182,7 @@ def update_one(
     take_step = _with_dropout(client_update)
     normalize = client_update.task.normalize
     for batch_of_one_client in batches([data], [drawn_update], context.views, normalize, context.view_images):
-        batch = _to_channels_last(_first_client(batch_of_one_client))
+        batch = _lay_out_batch(_first_client(batch_of_one_client), lay_out)
         carry, step_metrics = take_step(broadcast, carry, batch)
         log.add(step_metrics, batch.u_rows)
     samples, step_pseudo_labels = log.summarize(context, client)
@@ -491,13 +494,26 @@ def _first_client(batch: Batch) -> Batch:
     return Batch(**fields)
 
 
-def _to_channels_last(batch: Batch) -> Batch:
+def _choose_layout(broadcast: Tree) -> Callable[[Tree], Tree]:
+    """Choose the layout of images and weights in which one client trains, by what it receives: the same everywhere.
+
+    Channels-last, except for a large model on a CPU: its weights outweigh its images, and PyTorch copies channels-last
+    gradients of weights once more.
+    """
+    params = broadcast["params"] if isinstance(broadcast.get("params"), dict) else broadcast
+    is_large = tree.nbytes(params) >= LARGE_MODEL_BYTES
+    if is_large and next(tree.leaves(params)).device.type == "cpu":
+        return tree.contiguous
+    return tree.channels_last
+
+
+def _lay_out_batch(batch: Batch, lay_out: Callable[[Tree], Tree]) -> Batch:
     """Convert all images of a batch; features of images have no channels and remain as they are."""
     return batch._replace(
-        x=tree.channels_last({"x": batch.x})["x"],
-        u=tree.channels_last(batch.u),
-        second_batch=tree.channels_last(batch.second_batch),
-        x_views=tree.channels_last(batch.x_views),
+        x=lay_out({"x": batch.x})["x"],
+        u=lay_out(batch.u),
+        second_batch=lay_out(batch.second_batch),
+        x_views=lay_out(batch.x_views),
     )
 
 
