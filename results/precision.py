@@ -41,7 +41,7 @@ SETS: dict[str, dict[str, Any]] = {
     "digits": {"lr": 6e-3, "executor": "vmap"},
     "fashion_mnist": {"lr": 5e-3, "shrink": 2, "width": 16, "labels_per_class": 0.5, "executor": "loop"},
 }
-HEAD = """| data | method | variant | accuracy by seed, % | to float32 | 95 % interval | sent, MB | processor, s |
+HEAD = """| data | method | variant | accuracy by seed, % | minus float32 | 95 % interval | sent, MB | processor, s |
 |---|---|---|---|--:|---|--:|--:|"""
 
 

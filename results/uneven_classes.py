@@ -123,7 +123,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def summarize(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the rows of the table."""
-    yield "| set | mix | labels a class | ridge | even shares | **estimated shares** | difference | the same, mean recall |"
+    yield "| set | mix | labels a class | ridge | even shares | **estimated shares** | difference | difference in mean recall |"
     yield "| --- | --- | --: | --: | --: | --: | --: | --: |"
     for cell in dict.fromkeys((row["set"], row["mix"], row["labels"]) for row in rows):
         selected = [row for row in rows if (row["set"], row["mix"], row["labels"]) == cell]
