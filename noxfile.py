@@ -1,4 +1,4 @@
-"""The checks of an edit, of a change, and of a night: `nox -s fast`, `nox -s full`, `nox -s slow`.
+"""Checks for an edit, for a change, and for nightly runs: `nox -s fast`, `nox -s full`, `nox -s slow`.
 
 With `--no-venv` they run in the current environment.
 """
@@ -9,14 +9,14 @@ from tempfile import TemporaryDirectory
 
 import nox
 
-# In a fresh environment nothing is compiled: where nothing may be stored, each process compiles all that it imports.
+# A new environment has no compiled modules, and with this variable each process would compile all that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 nox.options.sessions = ["fast"]
 nox.options.reuse_venv = "yes"
 
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
-"""The versions of Python that hosted CI runs `.ci/run` with."""
+"""Python versions with which hosted CI runs `.ci/run`."""
 
 FAST = (
     "tests/test_layout.py",
@@ -33,14 +33,14 @@ FAST = (
     "tests/models/test_norms.py",
     "tests/methods/test_objectives.py",
 )
-"""Tests that an edit breaks first: the layout, configuration, mathematics, partitions, the round, and one method.
+"""Tests that are most likely to fail after an edit: layout, configuration, mathematics, partitions, rounds, one method.
 
-Without those that are marked slow: beside lint and types they should stay below 90 seconds."""
+Tests marked slow are left out. In parallel with lint and types, these should take less than 90 seconds."""
 
 
 @nox.session
 def fast(session: nox.Session) -> None:
-    """Lint, types, and the tests that matter for an edit; what follows `--` goes to pytest, as more files to test."""
+    """Run linter, type checker and the tests of `FAST`; arguments after `--` go to pytest, such as more files."""
     install(session)
     with ThreadPoolExecutor(1) as pool:
         linted = pool.submit(check_code, session, silent=True)
@@ -50,22 +50,22 @@ def fast(session: nox.Session) -> None:
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """Everything that `.ci/run` demands; with `-- tested linted` without the tests and the session `lint`."""
+    """Run all checks of `.ci/run`; `-- tested linted` leaves out the tests and the session `lint`."""
     install(session)
     if "tested" not in session.posargs:
         session.run("python", "-m", "pytest")
-    # The rest stands beside the benchmarks, which often wait; what it says is shown where it fails.
+    # The other checks run in parallel with the benchmarks, which often wait. Their output is shown if they fail.
     with TemporaryDirectory(dir=session.create_tmp()) as folder, ThreadPoolExecutor(1) as pool:
-        rest = pool.submit(others, session, folder)
+        rest = pool.submit(run_other_checks, session, folder)
         session.run("python", "benchmarks/smoke.py")
         rest.result()
 
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Long evidence that the default suite leaves out: tests marked nightly, and ten times as many drawn examples.
+    """Run the long tests that the default suite leaves out: those marked nightly, and ten times as many drawn examples.
 
-    What follows `--` goes to pytest.
+    Arguments after `--` are passed to pytest.
     """
     install(session)
     profile = ("--hypothesis-profile", "nightly")
@@ -74,11 +74,11 @@ def slow(session: nox.Session) -> None:
     )
 
 
-def others(session: nox.Session, folder: str) -> None:
-    """Lint and check types, build the documentation as a site, and play the main job in few rounds."""
+def run_other_checks(session: nox.Session, folder: str) -> None:
+    """Lint and check types, build the documentation as a site, and run the main job for few rounds."""
     if "linted" not in session.posargs:
         check_code(session, silent=True)
-    quick = {"HALFMOON_EXAMPLES": "quick"}  # the examples' runs have two rounds
+    quick = {"HALFMOON_EXAMPLES": "quick"}  # with this variable the examples' runs have two rounds
     session.run("mkdocs", "build", "--strict", "--quiet", "--site-dir", f"{folder}/site", silent=True, env=quick)
     session.run("halfmoon", "run", "--rounds", "2", "--run-dir", f"{folder}/run", silent=True)
 
@@ -99,14 +99,14 @@ def benchmarks(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the pages into site/; with `-- serve` show them while they are written."""
+    """Build the documentation into site/; with `-- serve`, serve it and rebuild it after every change."""
     install(session)
     session.run("mkdocs", *(["serve"] if "serve" in session.posargs else ["build", "--strict"]))
 
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Write requirements/ci.txt anew, with the newest versions that pyproject.toml admits."""
+    """Rewrite requirements/ci.txt with the newest versions that pyproject.toml allows."""
     install(session)
     if session.venv_backend != "none":
         session.install("uv")
@@ -114,13 +114,13 @@ def lock(session: nox.Session) -> None:
 
 
 def install(session: nox.Session) -> None:
-    """Install the package for development, except in an environment that is not nox's own."""
+    """Install the package for development, except with `--no-venv`."""
     if session.venv_backend != "none":
         session.install("-c", "constraints.txt", "-e", ".[dev]")
 
 
 def check_code(session: nox.Session, silent: bool = False) -> None:
-    """Run the linter, the formatter and the type checker; if `silent`, show what they say where one fails."""
+    """Run the linter, the formatter and the type checker; if `silent`, show the output only of one that fails."""
     session.run("ruff", "check", silent=silent)
     session.run("ruff", "format", "--check", silent=silent)
     session.run("pyright", silent=silent)

@@ -1,7 +1,8 @@
-# Learn to train on images that you have in memory: arrays with labels, -1 for unlabeled ones.
+# Learn to train on images in memory: arrays of images and labels, with -1 for an unlabeled image.
 # %% [markdown]
 # # Arrays, PIL images and data sets
-# `X` are images, `y` their labels, as for scikit-learn. Of 1,437 digits 50 have a label; all others are unlabeled.
+# As in scikit-learn, `X` has the images and `y` their labels. Of 1,437 digits 50 have a label, and the rest is
+# unlabeled.
 # %%
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ for digit in range(10):
     y[few] = digit
 print(X.shape, X.dtype, "labels:", np.unique(y, return_counts=True))
 # %% [markdown]
-# Labels only against soft labels for the unlabeled images. Each image belongs to one of four hospitals.
+# Compare two methods: `fedavg` trains on the labeled images only, and `fedavg-soft-labels` also on the unlabeled ones.
+# `clients` assigns each image to one of four hospitals.
 # %%
 hospitals = np.array(["north", "east", "south", "west"])[np.arange(len(X)) % 4]
 options = {"network": "small", "rounds": 12, "lr": 6e-3, "steps": 6, "cohort": 4, "flip": False, "threads": 1}
@@ -33,19 +35,19 @@ results.summary
 # %%
 results.plot(path="accuracy.pdf")
 # %% [markdown]
-# `to_frame` has every number, `to_latex` is the table of a paper.
+# `to_frame` returns every number as a data frame, and `to_latex` returns a table for a paper.
 # %%
 table = results.to_frame()
 print(table[table["metric"] == "used_share"].groupby("method")["value"].mean())
 print(results.to_latex())
 # %% [markdown]
-# A model predicts arrays, PIL images, tensors, files and folders. One image is one row.
+# A model predicts arrays, PIL images, tensors, files and folders. The result has one row for each image.
 # %%
 model = halfmoon.load_model(results.runs[-1])
 print(model.predict(digits.test.images[:3]))
 print(model.predict_proba(digits.test.images[0]).round(2))
 # %% [markdown]
-# A torch `Dataset` of (image, label) is as good as arrays, and so is a `Dataset` of Hugging Face.
+# Instead of arrays, `data` can be a PyTorch `Dataset` of (image, label) pairs or a Hugging Face `Dataset`.
 # %%
 pairs = torch.utils.data.TensorDataset(torch.from_numpy(X)[:, None] / 255, torch.from_numpy(y))
 again = halfmoon.run(data=pairs, test=digits.test, method="fedavg", clients=hospitals, progress=False, **options)

@@ -1,8 +1,8 @@
-# Learn what a federation is: a server and three sites as processes of one machine, over the network.
+# Learn to run a federation: a server and three sites, as processes of one machine that communicate over the network.
 # %% [markdown]
 # # A federation of three sites
-# Each site has a folder of images, a few of them labeled. Only numbers of the model travel. Write the digits as the
-# folders of three sites; in real life each site has its own.
+# Each site has a folder of images, and a few of them have labels. Only parameters of the model are sent. This cell
+# writes the digits as the folders of three sites; in a real federation every site already has its folder.
 # %%
 import socket
 import subprocess
@@ -12,8 +12,8 @@ from pathlib import Path
 import halfmoon
 
 
-def command(*words):
-    return [sys.executable, "-m", "halfmoon", *map(str, words)]
+def command(*arguments):
+    return [sys.executable, "-m", "halfmoon", *map(str, arguments)]
 
 
 subprocess.run(
@@ -23,7 +23,8 @@ plan = Path("rehearsal/federation.toml")
 plan.write_text("rounds = 4\n" + plan.read_text())
 sorted(path.name for path in Path("rehearsal").iterdir())
 # %% [markdown]
-# Start the server and the sites. A site calls the server, nobody calls a site. They end by themselves.
+# Start the server and the sites. Sites connect to the server, so a site needs no open port. All processes exit after
+# the last round.
 # %%
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -45,7 +46,7 @@ finally:
         process.terminate()
 codes
 # %% [markdown]
-# The server's run folder is one like any other: results, model, and what was sent.
+# The server writes a run folder as `halfmoon run` does, with the results, the model, and what was sent.
 # %%
 results = halfmoon.load_run("first")
 results

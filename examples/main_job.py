@@ -1,8 +1,8 @@
-# Learn what unlabeled images add: labels alone, soft labels for the rest, and all labels, on one split.
+# Learn to measure the gain from unlabeled images: labels only, soft labels for the unlabeled images, and all labels.
 # %% [markdown]
 # # Compare methods
-# Twenty clients hold 1,437 digits, about five of them labeled each. Every method gets the same split, clients, batches
-# and number of labeled steps. Two seeds show how much chance there is; a verdict needs five or more.
+# Twenty clients have 1,437 digits, with about five labeled digits each. Every method has the same split, clients,
+# batches and number of labeled steps. Two seeds show how much results vary by chance; a conclusion needs five or more.
 # %%
 import halfmoon
 
@@ -11,18 +11,18 @@ config = halfmoon.Config(
 )
 config
 # %% [markdown]
-# Who holds what is drawn from `split_seed`, before anything is trained.
+# The split assigns images to clients. It depends on `split_seed` and is drawn before training.
 # %%
 halfmoon.problem(config).split
 # %% [markdown]
-# A comparison shows its progress and returns its results. Running this cell again reads what is finished.
+# `compare` shows its progress and returns the results. If you run this cell again, it reads the finished runs.
 # %%
 results = halfmoon.compare(["fedavg", "fedavg-soft-labels", "fedavg-sl"], config, seeds=2, run_dir="runs/main")
 results
 # %%
 results.plot()
 # %% [markdown]
-# The numbers behind the picture are a data frame, a row for each run, round and metric.
+# `to_frame` returns the numbers of the chart as a data frame, with a row for each run, round and metric.
 # %%
 table = results.to_frame()
 last = table[(table["metric"] == "accuracy") & (table["round"] == 20)]

@@ -1,8 +1,8 @@
-# Learn to train a network of your own: any torch.nn.Module will do.
+# Learn to train a custom network, which can be any torch.nn.Module.
 # %% [markdown]
-# # A network of your own
-# A factory takes channels, classes and size, and returns the module. Registered under a name, it is a `network` like
-# any other; on the command line it is `--network my_module:make`.
+# # A custom network
+# Write a function that returns the module for a number of channels, a number of classes and an image size. Register it
+# under a name to use it as a `network`. On the command line, use `--network my_module:make` without registering it.
 # %%
 from torch import nn
 
@@ -26,7 +26,7 @@ def make(channels, classes, size):
 
 plugins.register("network", "mine", make)
 # %% [markdown]
-# Two networks on the same split, with the same method. `to_frame()` of both is one table.
+# Train two networks on the same split with the same method, and combine the results of both in one data frame.
 # %%
 import pandas as pd
 
@@ -37,6 +37,6 @@ accuracy = table[table["metric"] == "accuracy"].pivot(index="round", columns="ne
 axes = accuracy.plot(ylabel="test accuracy (%)", figsize=(6, 3.4))
 accuracy.tail(3).round(1)
 # %% [markdown]
-# What a federation sends grows with the parameters, so a network is a choice of bytes as well.
+# A federation sends all parameters in every round, so the network also determines the traffic.
 # %%
 pd.concat({name: result.details[["megabytes_down", "megabytes_up"]] for name, result in runs.items()}).round(2)

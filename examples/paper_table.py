@@ -1,8 +1,8 @@
-# Learn to play a published table at a small size, and to read it beside the paper's numbers.
+# Learn to run a published table at a small scale, and to compare it with the paper's numbers.
 # %% [markdown]
-# # A paper's table, small
-# `halfmoon recipes` lists 30 tables and figures. `feddure-table1` is Table 1 of FedDure; on the embedded digits, at the
-# scale `tiny`, a cell takes seconds. A scaled table is not the paper's experiment, and says so wherever it is shown.
+# # A paper's table at a small scale
+# `halfmoon recipes` lists 44 tables and figures. `feddure-table1` is Table 1 of FedDure. On the included digits, a cell
+# at the scale `tiny` takes seconds. A scaled table is not the paper's experiment, and every output states this.
 # %%
 import halfmoon
 
@@ -15,7 +15,8 @@ table = halfmoon.sweep(
 )
 table
 # %% [markdown]
-# A call again reads the finished cells, so a table can grow: more seeds, more methods. The cells are a data frame.
+# Another call reads the finished cells, so you can add seeds and methods later. `to_frame` returns the cells as a data
+# frame.
 # %%
 table.summary
 # %%
@@ -23,7 +24,7 @@ frame = table.to_frame()
 ends = frame[frame["metric"] == "accuracy"].groupby(["axis:setting", "axis:method"])["value"].last().unstack()
 axes = ends.plot.bar(rot=0, ylabel="test accuracy (%)", figsize=(6, 3.4))
 # %% [markdown]
-# The page of the same sweep, with charts, CSV and LaTeX beside it:
+# Write the report page of this sweep, and next to it charts, CSV and LaTeX:
 # %%
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-# Learn what a server need not see: sums of masked updates, and noise whose price is epsilon.
+# Learn to hide clients' updates from the server: secure aggregation, and differential privacy with its epsilon.
 # %% [markdown]
-# # Secure sums and differential privacy
-# With `secure_aggregation` clients mask what they send. The masks cancel in the sum, so the server learns the sum
-# alone. The numbers are rounded to a grid, and nothing else changes.
+# # Secure aggregation and differential privacy
+# With `secure_aggregation` clients mask their uploads. The masks cancel in the sum, so the server only learns the sum.
+# Uploads are rounded to a grid, which is the only change of the results.
 # %%
 import halfmoon
 
@@ -14,8 +14,9 @@ images = halfmoon.load_data("digits").test.images
 difference = abs(plain.model.probabilities(images) - masked.model.probabilities(images)).max()
 print(f"largest difference of a probability: {difference:.1e}")
 # %% [markdown]
-# A sum still tells something of each client. Differential privacy bounds it: every update is scaled down to the length
-# `dp_clip`, the sum gets noise of `dp_noise` times that, and epsilon counts the price (extra `privacy`).
+# A sum still depends on every client. Differential privacy bounds this influence: every update is clipped to the norm
+# `dp_clip`, and the sum gets noise of `dp_noise` times that norm. Epsilon measures the remaining disclosure (install
+# the extra `privacy`).
 # %%
 noises = (1, 16)
 private = {
@@ -30,8 +31,8 @@ table = pd.concat(tables)
 ends = table[table["metric"].isin(["epsilon", "accuracy"]) & (table["round"] == 6)]
 ends.pivot(index="noise", columns="metric", values="value").round(1)
 # %% [markdown]
-# Sixty clients are too few for a useful plan: noise that protects drowns what they learn. With ten times the clients,
-# and a cohort ten times as large, the same epsilon costs a tenth of the noise. What a plan costs, without training:
+# Sixty clients are too few: noise that protects them also hides what they learn. With ten times the clients and a
+# cohort ten times as large, the same epsilon needs a tenth of the noise. Plot epsilon by round:
 # %%
 axes = table[table["metric"] == "epsilon"].pivot(index="round", columns="noise", values="value").plot(logy=True)
 axes.set_ylabel("epsilon so far")

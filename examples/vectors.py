@@ -1,8 +1,8 @@
-# Learn to train on vectors of any kind by scikit-learn's fit and predict, and to measure what unlabeled rows add.
+# Learn to train on vectors with scikit-learn's fit and predict, and to measure the gain from unlabeled rows.
 # %% [markdown]
 # # Vectors in scikit-learn
-# `FederatedClassifier` takes vectors: embeddings of text or sound, rows of a table. Here they are digits of 8x8 pixels,
-# through random Fourier features. Five clients have ten labels a class together. They send sums of their rows only.
+# `FederatedClassifier` trains on vectors, such as embeddings of text or rows of a table. Here they are random Fourier
+# features of digits. Five clients have ten labels a class in total, and they only send sums over rows.
 # %%
 import numpy as np
 import pandas as pd
@@ -29,8 +29,8 @@ X, y, test_X, test_y = draw(seed=0)
 model = FederatedClassifier(n_clients=5).fit(X, y)
 model.method_, model.score(test_X, test_y)
 # %% [markdown]
-# scikit-learn's classifiers have all rows in one place. Five folds of the labeled training rows choose their settings;
-# unlabeled rows are in every fold's training. `FederatedClassifier` has its defaults. Test rows choose nothing.
+# scikit-learn's classifiers have all rows in one place. Five-fold cross-validation on the labeled training rows chooses
+# their settings; unlabeled rows are in every training fold. `FederatedClassifier` has its defaults.
 # %%
 logistic = LogisticRegression(max_iter=1000)
 strengths = {"estimator__C": [1, 10, 100]}
@@ -50,7 +50,7 @@ for X, y, test_X, test_y in map(draw, range(5)):
         search = GridSearchCV(model, grid, cv=folds) if grid else model  # without settings there is nothing to choose
         scores[name].append(100 * search.fit(X, y).score(test_X, test_y))
 # %% [markdown]
-# Gains in points are paired by seed, with 95 % intervals for four comparisons on splits that overlap.
+# Gains are percentage points, paired by seed. The 95 % intervals allow for four comparisons and overlapping splits.
 # %%
 ours, others = scores["FederatedClassifier"], list(scores)[1:]
 rows = {one: compare_paired(ours, scores[one], test_train_ratio=0.3 / 0.7, comparisons=4)[:3] for one in others}
