@@ -1,8 +1,11 @@
 """Runs that cannot start are refused before the first of them trains."""
 
+import errno
 from pathlib import Path
 
 import pytest
+from PIL import Image
+from support.image_files import make_noise_images
 from torch import nn
 
 from halfmoon.config.schema import Config
@@ -90,3 +93,26 @@ def test_errors_of_several_runs_are_found_without_training(tmp_path: Path) -> No
     assert sorted(errors) == [1, 2]
     assert "needs 4000 labeled images" in str(errors[1])
     assert "lost" in str(errors[2])
+
+
+def test_a_full_disk_at_the_digests_of_training_images_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message was "a file: No space left on device.", without how to go on."""
+    for name in ("a", "b"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        for number, pixels in enumerate(make_noise_images(20, 8, seed=ord(name))):
+            Image.fromarray(pixels).save(tmp_path / "in" / name / f"{number}.png")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = Config(
+        method="fedavg", data=str(tmp_path / "in"), network="small", width=4, run_dir=tmp_path / "r", cache=tmp_path / "c",
+        rounds=1, steps=1, clients=2, cohort=2, labels_per_class=2,
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.image_digests, "write_digests", fail)
+        with pytest.raises(UserError, match=r"training-images.digests cannot be written \(No space .* go on with"):
+            runner.start(config)
+    assert runner.resume(tmp_path / "r").summaries[0]["finished"]

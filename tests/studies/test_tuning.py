@@ -1,6 +1,7 @@
 """`halfmoon tune`: knobs, a search that continues where it was stopped, and test images that nobody looks at."""
 
 import csv
+import errno
 import json
 import tomllib
 from dataclasses import replace
@@ -123,6 +124,19 @@ def test_values_that_cannot_run_are_refused_before_the_first_trial(
     with pytest.raises(UserError, match=expected):
         tune(Config(**{**TINY, "method": method}), [Knob.parse(text) for text in knobs], 2, [100], tmp_path / "t")
     assert not (tmp_path / "t").exists()
+
+
+def test_a_full_disk_is_a_sentence_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optuna's journal could not be written: the message was "a file: No space left on device."."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tuning, "_open_study", fail)
+    with pytest.raises(
+        UserError, match="it cannot be written .No space left on device.; when it can, run the search again"
+    ):
+        tune(Config(**TINY), KNOBS, 1, [100], tmp_path / "t")
 
 
 def test_no_model_is_shown_a_test_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -644,11 +644,13 @@ def _run_job(root: Path, problem: Problem | None, job: Job, watch: Callback) -> 
                 watch.record("warning", OptionText(text, "deterministic"))
         if folder.lock_warning:
             watch.record("warning", folder.lock_warning)
-        if not (path / SPLIT).exists():
-            assembly.save_split(path, problem.split, problem.source)
-        assembly.record_split_checksums(path)
+        with folder.writer.convert_errors(SPLIT):
+            if not (path / SPLIT).exists():
+                assembly.save_split(path, problem.split, problem.source)
+            assembly.record_split_checksums(path)
         if Path(config.data).is_dir():
-            image_digests.write_digests(path, _iterate_training_images(problem))
+            with folder.writer.convert_errors(image_digests.DIGESTS):
+                image_digests.write_digests(path, _iterate_training_images(problem))
         run = RunInfo(path, config, entry.title, first=checkpoint.round if checkpoint else 0)
         watch.begin(run)
         with (

@@ -197,6 +197,36 @@ def tune(
         # Before the journal is written: it would refuse the same search with corrected options.
         _check_values(config, knobs)
         check_output_folder(folder, "run_dir")
+    try:
+        return _search(optuna, config, knobs, trials, seeds, folder, search_id, display)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: it cannot be written ({atomic_io.error_reason(error)}); when it can, run the search again to resume."
+        ) from error
+
+
+def _search(
+    optuna: Any,
+    config: Config,
+    knobs: Sequence[Knob],
+    trials: int,
+    seeds: Sequence[int],
+    folder: Path,
+    search_id: str,
+    display: EventRecorder,
+) -> list[Trial]:
+    """Train the trials of a search that its folder does not have, as `tune`.
+
+    Args:
+        optuna: The module.
+        config: The configuration of all runs.
+        knobs: The options that are searched.
+        trials: The number of trials.
+        seeds: The seeds of every trial.
+        folder: The folder of the search.
+        search_id: A text that identifies the search by its options, knobs and seeds.
+        display: Receives an event for every finished trial.
+    """
     study = _open_study(optuna, folder)
     # TPE starts from its seed in every process: with the same seed, a resumed search would repeat its first
     # proposals. The number of trials in the journal makes the seed a new one.
