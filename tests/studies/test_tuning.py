@@ -134,7 +134,7 @@ def test_a_full_disk_is_a_sentence_of_the_search(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(tuning, "_open_study", fail)
     with pytest.raises(
-        UserError, match="it cannot be written .No space left on device.; when it can, run the search again"
+        UserError, match=r"it cannot be written .No space left on device.; when it can, run the search again"
     ):
         tune(Config(**TINY), KNOBS, 1, [100], tmp_path / "t")
 
