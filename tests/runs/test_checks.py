@@ -4,13 +4,16 @@ import errno
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from PIL import Image
 from support.image_files import make_noise_images
-from torch import nn
+from torch import Tensor, nn
 
 from halfmoon.config.schema import Config
-from halfmoon.core import plugins
+from halfmoon.core import plugins, tree
 from halfmoon.core.errors import UserError
+from halfmoon.models.modules import from_factory
 from halfmoon.runs import checks, runner
 from halfmoon.runs.callbacks import NullCallback, RunInfo
 
@@ -116,3 +119,56 @@ def test_a_full_disk_at_the_digests_of_training_images_is_a_sentence(
         with pytest.raises(UserError, match=r"training-images.digests cannot be written \(No space .* go on with"):
             runner.start(config)
     assert runner.resume(tmp_path / "r").summaries[0]["finished"]
+
+
+class WarpedImages(nn.Module):
+    """A linear classifier of warped images; PyTorch has no forward derivative of `grid_sample`."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(*size, 2))
+        self.head = nn.Linear(channels * size[0] * size[1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = self.shift.tanh().expand(len(x), *self.shift.shape)
+        return self.head(F.grid_sample(x, grid, align_corners=False).flatten(1))
+
+
+def test_a_layer_without_a_forward_derivative_is_refused_before_the_start(tmp_path: Path) -> None:
+    """FedDure needs the derivative; the error was raised in the first step, after the methods before had trained."""
+    plugins.register("network", "warped", WarpedImages)
+    config = Config(network="warped", run_dir=tmp_path / "r", **TINY)
+    with pytest.raises(UserError, match="has a layer that PyTorch cannot differentiate forward"):
+        runner.compare(config, ["fedavg", "feddure"], watch=(started := Started()))
+    assert started.titles == []
+
+
+class Attention(nn.Module):
+    """A classifier with PyTorch's attention over the rows of images."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(channels * size[1], 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.embedding(x.transpose(1, 2).flatten(2))
+        return self.head((rows + self.attention(rows, rows, rows, need_weights=False)[0]).mean(1))
+
+
+def test_attention_has_the_tangent_that_differences_have() -> None:
+    """FedDure refused PyTorch's attention in its first step: its fast kernels have no forward derivative."""
+    plugins.register("network", "attention", Attention)
+    network = from_factory("attention", 1, 4, (8, 8))
+    draw = torch.Generator().manual_seed(0)
+    params = network.init(draw)["params"]
+    direction = tree.map(lambda leaf: torch.randn(leaf.shape, generator=draw), params)
+    images = torch.randn(3, 1, 8, 8, generator=draw)
+    tangent = network.tangent(params, images, [], direction)
+
+    def move(step: float) -> Tensor:
+        moved = tree.map(lambda leaf, each: leaf + step * each, params, direction)
+        return network.train(moved, images)[0]
+
+    torch.testing.assert_close(tangent, (move(1e-3) - move(-1e-3)) / 2e-3, rtol=1e-2, atol=1e-2)

@@ -511,6 +511,7 @@ def look_up_signals(signals: Tree, labels: Tensor, rows: Tensor) -> Tensor:
 class FedDureClient(ClientUpdate):
     """The client of FedDure: F-reg and C-reg take a step each, then the local model does."""
 
+    uses_tangents: ClassVar[bool] = True
     options: FedDure = FedDure()
 
     @property

@@ -129,6 +129,11 @@ class ModuleNetwork(Network):
         )
         return forward_tangent(self, params, x, direction, real, refusal)
 
+    def check_tangent(self, params: Tree) -> None:
+        """Raise UserError if a layer has no forward derivative, by that of two black images."""
+        images = torch.zeros(2, self.channels, *self.size, device=next(tree.leaves(params)).device)
+        self.tangent(params, images, [], tree.zeros_like(params))
+
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
         return self._pass(params, x, stats, train=False)[0]
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast, get_args
 import torch
 from torch import Tensor
 from torch.func import jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfmoon.core import padding, tree
 from halfmoon.core.arithmetic import Precision
@@ -283,7 +284,9 @@ def forward_tangent(
     x = x.contiguous()
     direction = tree.contiguous(direction)
     try:
-        return jvp(lambda p: network.train(p, x, real=real)[0], (params,), (direction,))[1]
+        # Of PyTorch's kernels for attention only the plain one has a forward derivative.
+        with sdpa_kernel(SDPBackend.MATH):
+            return jvp(lambda p: network.train(p, x, real=real)[0], (params,), (direction,))[1]
     except NotImplementedError as error:
         raise UserError(refusal.format(one_line(error)[:120])) from error
 

@@ -23,6 +23,7 @@ from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.loop import initial_model
 from halfmoon.methods import registry
+from halfmoon.models.modules import ModuleNetwork
 from halfmoon.models.passes import is_emulated
 from halfmoon.runs import factory, workers
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
@@ -103,8 +104,12 @@ def _check_method(config: Config, problem: Problem) -> None:
             "normalization on: set it to 'all' or 'cohort'."
         )
     # The server's first tree depends on the network: some methods need a network with a last layer of a certain kind.
-    method.client_updates(problem.task)
-    method.start(problem.task, initial_model(problem.task, config.seed, factory.select_device(config)))
+    updates = method.client_updates(problem.task)
+    model = initial_model(problem.task, config.seed, factory.select_device(config))
+    method.start(problem.task, model)
+    network = problem.task.network
+    if isinstance(network, ModuleNetwork) and any(getattr(each, "uses_tangents", False) for each in updates.values()):
+        network.check_tangent(model["params"])
 
 
 def check_image_options(config: Config) -> None:
