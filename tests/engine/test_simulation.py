@@ -16,6 +16,7 @@ from test_contract import DISTINCT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_models import TorchSmall, load_weights
 
+from halfmoon.aggregation import AggregationContext
 from halfmoon.api.types import Batch, ClientData, Method
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
@@ -603,6 +604,33 @@ def test_who_is_silent_leaves_the_cohort():
         len(round_result.report.cohort) == 3
         for round_result in run_rounds(CountingMethod(), everybody, server, range(4))
     )
+
+
+class LeaveOutFirst:
+    """Leave out the first upload of a query."""
+
+    def process_uploads(self, context: AggregationContext, upload: Upload) -> tuple[list[int], Upload]:
+        positions = list(range(1, len(context.clients)))
+        return positions, upload.map(lambda leaf: leaf[positions])
+
+    def row(self) -> dict[str, Any]:
+        return {}
+
+    def stop_reason(self, round: int) -> None:
+        return None
+
+
+def test_the_download_of_a_client_that_is_left_out_counts_once():
+    """It has replied, so that its result has the bytes already: those of three clients, whether one is left out or not."""
+    costs = []
+    for aggregators in ((), (LeaveOutFirst(),)):
+        simulation = make_simulation(CountingMethod(queries=1), make_task(), aggregators=aggregators)
+        simulation.open(0)
+        each = {"tag": torch.zeros(3), "failing_step": torch.full((3,), -1)}
+        upload = simulation.query("count", {"base": torch.tensor(0.0)}, each)
+        assert len(simulation.cohort) == len(upload.weight) == 3 - len(aggregators)
+        costs.append(simulation.cost.bytes_down)
+    assert costs == 2 * [3 * (4 + 4 + 8)]
 
 
 def test_clients_outside_the_cohort_can_be_queried():

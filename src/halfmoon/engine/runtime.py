@@ -284,7 +284,7 @@ class ServerRuntime(ABC):
             self.responders = torch.tensor(responders, dtype=torch.int64)
         # All slices of `private` have the same size.
         bytes_per_recipient = tree.nbytes(broadcast) + tree.nbytes(private) // len(recipients)
-        self._remove_missing(recipients, bytes_per_recipient)
+        self._remove_missing(recipients, len(responders), bytes_per_recipient)
         return upload
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
@@ -312,9 +312,7 @@ class ServerRuntime(ABC):
             responders.append(client)
             del result  # free the upload before the next client trains
         self.responders = torch.tensor(responders, dtype=torch.int64)
-        # Clients that did not reply leave the cohort for the rest of the round. The broadcast was sent to them, too:
-        # its bytes count, while those of clients that replied were counted with their results.
-        self._remove_missing(recipients, bytes_per_recipient=tree.nbytes(broadcast))
+        self._remove_missing(recipients, len(responders), bytes_per_recipient=tree.nbytes(broadcast))
         return mean.result(broadcast)
 
     def query_server(self, client_update: str, broadcast: Tree) -> Upload:
@@ -412,12 +410,18 @@ class ServerRuntime(ABC):
         """Observe the upload of a client before it is aggregated."""
         return
 
-    def _remove_missing(self, recipients: Tensor, bytes_per_recipient: int) -> None:
-        """Remove clients that did not reply from this round's cohort, and count the bytes that were sent to each."""
-        # Clients outside of the cohort may be queried, too: these do not change it.
+    def _remove_missing(self, recipients: Tensor, replies: int, bytes_per_recipient: int) -> None:
+        """Remove the recipients that are not in `responders` from this round's cohort, and count what they were sent.
+
+        Args:
+            recipients: the clients that were queried. Those outside of the cohort do not change it.
+            replies: the number of them that replied. It includes those whose upload an aggregator has dropped, and
+                their bytes were counted with their results.
+            bytes_per_recipient: the bytes that were sent to each.
+        """
         missing = recipients[~torch.isin(recipients, self.responders)]
         self.cohort = self.cohort[~torch.isin(self.cohort, missing)]
-        self.cost.bytes_down += len(missing) * bytes_per_recipient
+        self.cost.bytes_down += (len(recipients) - replies) * bytes_per_recipient
 
     def _aggregate(self, context: AggregationContext, upload: Upload) -> Upload:
         """Pass stacked uploads through the aggregators; clients whose upload is dropped count as not replying.
