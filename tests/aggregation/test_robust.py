@@ -26,6 +26,7 @@ from halfmoon.aggregation.robust import (
     compute_trimmed_mean,
     count_tolerated,
     find_finite_clients,
+    limit_unit_norms,
     mix_nearest,
     replace_extremes,
     select_by_krum,
@@ -253,22 +254,52 @@ def test_extremes_are_clamped_to_the_next_value():
 
 
 def test_a_client_cannot_leave_the_range_of_the_mixed_updates():
-    """Values (0, 2, 4, 6, 90), one hostile: each with its three nearest, weights 1 to 5. The first three have the mean
-    of the first four, as has the fourth; the last one, (2 * 2 + 4 * 3 + 6 * 4 + 90 * 5) / 14, is clamped to it."""
-    mean = (2 * 2 + 4 * 3 + 6 * 4) / 10
+    """Values (0, 2, 4, 6, 90), one hostile: the bound of the unit makes 90 a 6. Then each has its three nearest, weights 1
+    to 5. The first two have the mean of the first four, (2 * 2 + 4 * 3 + 6 * 4) / 10 = 4, the others that of the last
+    four, (2 * 2 + 4 * 3 + 6 * 4 + 6 * 5) / 14 = 5."""
     new, row = ruled("cosine-nnm", [[0, 1], [2, 1], [4, 1], [6, 1], [90, 1]])
-    assert [each[0] for each in new] == pytest.approx([mean] * 5)
+    assert [each[0] for each in new] == pytest.approx([4, 4, 5, 5, 5])
     assert row["trimmed"] == 2
 
 
+def test_the_longest_update_of_each_output_unit_is_scaled_to_the_next_longest():
+    """Two units of two weights. First unit: norms (5, 10, 1, 0), so 10 becomes 5. Second: (0, 2, 2, 1), where the two
+    longest are equal and remain. Each entry of a bias is a unit; its sign remains. Client 4 does not vote."""
+    weight = torch.tensor(
+        [[[3.0, 4], [0, 0]], [[6, 8], [2, 0]], [[1, 0], [0, 2]], [[0, 0], [0, 1]], [[90, 90], [90, 90]]]
+    )
+    bias = torch.tensor([[1.0, 0], [2, -7], [-5, 3], [0, 1], [90, 90]])
+    change = {"params/weight": weight, "params/bias": bias}
+    new = limit_unit_norms(change, range(4), 1)
+    assert new["params/weight"][1].tolist() == [[3, 4], [2, 0]]
+    assert new["params/weight"][[0, 2, 3, 4]].equal(weight[[0, 2, 3, 4]])
+    assert new["params/bias"].tolist() == [[1, 0], [2, -3], [-2, 3], [0, 1], [90, 90]]
+    assert weight[1].tolist() == [[6, 8], [2, 0]], "the given updates remain"
+    assert limit_unit_norms(change, range(4), 0)["params/bias"].equal(bias)
+
+
+def test_an_update_close_to_all_others_cannot_reverse_the_row_of_a_class():
+    """Eight rows of 50 weights. The hostile client sends the mean of the four honest updates, and one row reversed with
+    four times its length: it is a near neighbor of all, so without a bound for rows the cohort's row turns around."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(8, 50, generator=generator)
+    honest = mean + 4 * torch.randn(4, 8, 50, generator=generator)
+    hostile = honest.mean(0)
+    hostile[3] *= -4
+    new, _ = ruled("cosine-nnm", [update.tolist() for update in (*honest, hostile)], weights=[1] * 5)
+    row = torch.tensor(new).mean(0)[3]
+    assert row @ honest.mean(0)[3] > 0
+    assert row.norm() < honest[:, 3].norm(dim=1).max()
+
+
 def test_a_change_of_one_bias_passes_neither_mixing_nor_clamping():
-    """The update with 7 in its last coordinate is the farthest of all others: only its mean has it."""
+    """7 in the last coordinate becomes 0, the next largest of this unit; then the update equals the first two."""
     values = [[3, 4, 0], [3, 4, 0], [4, 3, 0], [4, 3, 0], [3, 4, 7]]
     new, row = ruled("cosine-nnm", values)
     assert [each[2] for each in new] == [0, 0, 0, 0, 0]
     assert (row["trimmed"], row["counted"]) == (2, 5)
-    # The first four are the weighted mean of four, weights 1 to 4: of the first coordinate (3 + 6 + 12 + 16) / 10.
-    assert new[0][0] == pytest.approx(3.7)
+    # The nearest of the first are the equal ones and, by order, the third: (3 * 1 + 3 * 2 + 4 * 3 + 3 * 5) / 11.
+    assert new[0][0] == pytest.approx(36 / 11)
 
 
 def test_three_clients_are_not_mixed():

@@ -7,17 +7,18 @@ All rules process updates, the differences between uploaded and downloaded value
 - "cosine" removes clients that point away from the rest (`halfmoon.aggregation.agreement`), and scales the remaining
   updates down to `COSINE_MAX_NORM` times the median norm. A tighter bound would shorten honest updates that are only a
   little longer.
-- "cosine-nnm", the default of federations, removes the same clients as "cosine". Then it replaces each update by the
-  weighted mean of this update and its nearest others, all but the expected number of hostile clients: nearest-neighbor
-  mixing (Allouah et al. 2023, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity"). An update that
-  is far from all others is in no mean but its own. In each coordinate the highest and the lowest values are then clamped
-  to the next value, so that this one mean cannot leave the range of the others. Last, it scales updates down as "cosine"
-  does. Clamping rather than trimming: if sites have different classes, an extreme value of a coordinate is often that of
-  the only client that has seen a class.
+- "cosine-nnm", the default of federations, removes the same clients as "cosine". Then it bounds each output unit, such as
+  a class's row of the classifier: the longest updates of a unit are scaled down to the next longest one. After that it
+  replaces each update by the weighted mean of this update and its nearest others, all but the expected number of hostile
+  clients: nearest-neighbor mixing (Allouah et al. 2023, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under
+  Heterogeneity"). An update that is far from all others is in no mean but its own. In each coordinate the highest and the
+  lowest values are then clamped to the next value, so that this one mean cannot leave the range of the others. Last, it
+  scales updates down as "cosine" does. Clamping rather than trimming: if sites have different classes, an extreme value of
+  a coordinate is often that of the only client that has seen a class.
 - "cosine-trimmed" removes the same clients as "cosine". Then it trims each coordinate: the lowest and the highest values
   are replaced by the mean of the values between them, weighted like the method's mean. Last, it scales updates down as
   "cosine" does. A direction over all coordinates tells little about a single one: a client that changes only one bias of
-  the classifier is almost orthogonal to all other clients and passes "cosine", but neither the trimming nor the clamping
+  the classifier is almost orthogonal to all other clients and passes "cosine", but neither the trimming nor the bounds
   of "cosine-nnm". Unlike "trimmed", both retain weights: a client with more images still counts more.
 - "median" and "trimmed" are the coordinate-wise median and trimmed mean (Yin et al. 2018, Definitions 1 and 2).
 - "krum" selects the one update that is closest to its neighbors (Blanchard et al. 2017, "Machine Learning with
@@ -100,8 +101,8 @@ class RobustAggregator(Aggregator):
         """Apply the rule to the finite uploads of a cohort, and record the metrics of the round.
 
         All rules with "cosine" in their names first remove the clients whose update points away from the others'.
-        "cosine-trimmed" then replaces the extreme values of each coordinate; "cosine-nnm" averages each update with its
-        nearest neighbors and clamps the extreme values. Other rules follow in `_apply_rule`.
+        "cosine-trimmed" then replaces the extreme values of each coordinate; "cosine-nnm" bounds the norms of output units,
+        averages each update with its nearest neighbors and clamps the extreme values. Other rules follow in `_apply_rule`.
 
         Args:
             context: The query and the k clients that responded.
@@ -134,6 +135,7 @@ class RobustAggregator(Aggregator):
         if not change or not voters:
             return indices, upload
         if self.rule == "cosine-nnm":
+            change = limit_unit_norms(change, voters, cut)
             change = mix_nearest(upload.weight, change, voters, cut, context.upload_spec.statistics)
             upload = replace_update(upload, context, change)
             upload, metrics = limit_coordinates(context, upload, change, voters, cut, clamp=True)
@@ -329,6 +331,40 @@ def limit_coordinates(
     return upload, {"trimmed": 2 * cut, **metrics}
 
 
+def limit_unit_norms(change: Change, voters: Sequence[int], cut: int) -> Change:
+    """Scale down the longest updates of each output unit to the next longest one.
+
+    An output unit is an index of a leaf's first axis: a class's row of the classifier, a filter of a convolution, an
+    entry of a bias or of a statistic. Distances and directions of whole updates tell little about a single unit: a client
+    that sends the mean of the others, and reverses the row of one class, is close to all of them. It would be in every
+    mean of `mix_nearest`, and clamping could not remove it from there.
+
+    Args:
+        change: The updates by path, (k, ...).
+        voters: The indices of the clients that are compared; the updates of other clients remain unchanged.
+        cut: The number of longest updates of each unit that are scaled down. 0 to change nothing.
+
+    Returns:
+        The new updates, {path: (k, ...)}. Shorter updates remain unchanged, bit by bit.
+    """
+    # At least one update of each unit must remain.
+    cut = min(cut, (len(voters) - 1) // 2)
+    if not cut:
+        return change
+    rows = list(voters)
+    new = {path: leaf.clone() for path, leaf in change.items()}
+    for path, leaf in change.items():
+        values = leaf[rows]
+        units = values.shape[1] if values.dim() > 1 else 1
+        by_unit = values.reshape(len(rows), units, -1)
+        # In float64, so that squares of large values stay finite.
+        norms = by_unit.double().square().sum(2).sqrt()
+        bound = norms.sort(dim=0).values[len(rows) - 1 - cut]
+        scale = torch.where(norms > bound, bound / norms, 1.0)
+        new[path][rows] = (by_unit * scale[:, :, None].to(leaf.dtype)).reshape(values.shape)
+    return new
+
+
 def mix_nearest(
     weight: Tensor, change: Change, voters: Sequence[int], hostile: int, statistics: Sequence[str]
 ) -> Change:
@@ -382,7 +418,8 @@ def _average_rows(leaf: Tensor, share: Tensor) -> Tensor:
 def count_trimmed_values(byzantine: float, count: int) -> int:
     """Compute how many of the smallest, and of the largest, values "cosine-trimmed" replaces and "cosine-nnm" clamps.
 
-    "cosine-nnm" also leaves so many of the farthest updates out of each mean. This is the expected number of hostile
+    "cosine-nnm" also bounds so many of the longest updates of each output unit, and leaves so many of the farthest updates
+    out of each mean. This is the expected number of hostile
     clients, and 1 or more: of four clients a fifth is less than one client.
     Cohorts that are too small for outliers are not trimmed either.
 
