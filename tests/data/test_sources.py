@@ -467,6 +467,10 @@ def test_a_folder_of_save_to_disk_is_read_as_the_parquet_files_of_its_parts(tmp_
             r": class folders lie in a and b: give one of these folders, or run them as sites: "
             r"`halfmoon run --sites .*/a .*/b`",
         ),
+        (
+            ["b/in/cat/a.png", "b/in/dog/a.png", "a/in/cat/a.png", "a/in/dog/a.png"],
+            r": class folders lie in a/in and b/in: give one of these .*`halfmoon run --sites .*/a/in .*/b/in`",
+        ),
     ],
 )
 def test_images_that_are_not_sorted_are_refused_with_what_to_do(files: list[str], error: str, tmp_path: Path) -> None:

@@ -274,9 +274,9 @@ def refuse_unsorted(folder: Path) -> None:
         only = subfolders[0]
         if _lists_direct_images(only) or not has_classes(only):
             raise UserError(f"{folder}: {only.name} is its only class folder; sort images of another class, too.")
-    datasets = [path for path in subfolders if has_classes(path)]  # class folders one level deeper
+    datasets = [path for path in map(_skip_wrappers, subfolders) if has_classes(path)]  # class folders a level deeper
     if len(datasets) > 1:
-        names = f"{datasets[0].name} and {datasets[1].name}"
+        names = " and ".join(path.relative_to(folder).as_posix() for path in datasets[:2])
         raise UserError(
             f"{folder}: class folders lie in {names}: give one of these folders, or run them as sites: `halfmoon run "
             f"--sites {shlex.join(map(str, datasets))}`. If {names} are classes, move them into a folder train."
@@ -397,8 +397,8 @@ def _find_collections(classes: Sequence[Path]) -> list[Path]:
     """Find folders that look like data sets of several sites, each with class folders, and not like classes.
 
     These are two or more folders without images of their own whose subfolders have names in common, such as
-    `hospital1/cat` and `hospital2/cat`. At least two names must be common, as a data set has two classes or more. Names
-    that begin with a digit (`cat/2023`, `dog/2023`) are no classes.
+    `hospital1/cat` and `hospital2/cat`, or `hospital1/data/cat` and `hospital2/data/cat`. At least two names must be
+    common, as a data set has two classes or more. Names that begin with a digit (`cat/2023`, `dog/2023`) are no classes.
 
     Args:
         classes: The subfolders of a folder, which may be classes or sites.
@@ -408,11 +408,22 @@ def _find_collections(classes: Sequence[Path]) -> list[Path]:
     """
     subfolder_names: dict[Path, set[str]] = {}
     for folder in classes:
-        if not _lists_direct_images(folder):
-            subfolder_names[folder] = {path.name for path in _list_folders(folder) if _has_class_images(path)}
+        inner = _skip_wrappers(folder)
+        if not _lists_direct_images(inner):
+            subfolder_names[inner] = {path.name for path in _list_folders(inner) if _has_class_images(path)}
     counts = Counter(name for names in subfolder_names.values() for name in names if not name[:1].isdigit())
     common = {name for name, count in counts.items() if count > 1}
     return [folder for folder, names in subfolder_names.items() if len(names & common) > 1]
+
+
+def _skip_wrappers(folder: Path) -> Path:
+    """Return the first folder at or below `folder` that is more than a folder around a single one, such as `data`."""
+    while not _lists_direct_images(folder):
+        subfolders = _list_folders(folder)
+        if len(subfolders) != 1 or subfolders[0].name[:1].isdigit():
+            break
+        folder = subfolders[0]
+    return folder
 
 
 def _hold_out(
