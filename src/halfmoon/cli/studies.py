@@ -34,10 +34,10 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--plan`, `--minutes` and `--scratch-trial`."""
     about = "for a folder of images: print what would be trained, why and how long it takes, and exit"
     parser.add_argument("--plan", action="store_true", help=about)
-    about = "for a folder of images: choose rounds and sizes so that all of it takes N minutes (default: 10)"
+    about = "for a folder of images: choose rounds and sizes so that the command takes N minutes (default: 10)"
     parser.add_argument("--minutes", metavar="N", type=_parse_minutes, help=about)
     about = (
-        "for a folder of images: train from scratch as well, and use the better model (default: for small images with 10 or "
+        "for a folder of images: also train without pretrained weights, and use the better model (default: for small images with 10 or "
         "more labels a class, where the minutes suffice)"
     )
     parser.add_argument("--scratch-trial", action=argparse.BooleanOptionalAction, default=None, help=about)

@@ -19,14 +19,12 @@ Options = Mapping[str, Scalar | Mapping[str, Scalar]]
 class MethodOptions:
     """The method of a run, the baselines trained with it, and their options."""
 
-    method: Annotated[str, "the method to train (see halfmoon methods); recommended: by where labels are"] = "feddure"
+    method: Annotated[str, "the method to train (see halfmoon methods); recommended: by who has labels"] = "feddure"
     baselines: Annotated[tuple[str, ...], "more methods to train on the same split and cohorts, for comparison"] = ()
-    preset: Annotated[Literal["none", "paper"], "paper: take the paper's values for options that you do not set"] = (
-        "none"
-    )
+    preset: Annotated[Literal["none", "paper"], "paper: set options that you leave out to the paper's values"] = "none"
     protocol: Annotated[
         Literal["none", "few-labels", "sage", "fedloke", "fedmatch"],
-        "values for options that you do not set: few-labels, for your own images; or a paper's: sage (20 clients, "
+        "sets options that you leave out: few-labels, for your images; or the values of a paper: sage (20 clients, "
         "8 a round), fedloke (50, 20), fedmatch (100, 5)",
     ] = "none"
     options: Annotated[
@@ -44,7 +42,7 @@ class DataOptions:
     data_share: Annotated[float, "share of the training images of each class that is used", SHARE] = 1.0
     unknown_classes: Annotated[
         int,
-        "open set: the last so many classes have no label; their images are unlabeled (unknown_share) and not tested",
+        "open set: the last N classes have no labels; their images are unlabeled (unknown_share) and not tested",
         minimum(0),
     ] = 0
     validation_share: Annotated[
@@ -298,7 +296,7 @@ class MachineOptions:
     device: Annotated[Literal["auto", "cpu", "cuda"], "where to compute"] = "auto"
     executor: Annotated[
         Literal["auto", "loop", "vmap"],
-        "clients one by one, or batched; auto: timed on a GPU, else vmap for a tiny network; loop with a table [federation]",
+        "loop: clients one by one, vmap: batched; auto: the faster one on a GPU, else vmap for tiny networks; [federation]: loop",
     ] = "auto"
     deterministic: Annotated[
         bool,

@@ -37,7 +37,7 @@ class SplitOptions:
     labels: Annotated[
         int | None, "instead of labels_per_class: total number of labeled images, the same for each class", minimum(1)
     ] = None
-    labels_at: Annotated[LabelLocation, "holders of labels: all clients, some clients, or the server"] = "clients"
+    labels_at: Annotated[LabelLocation, "who has labels: all clients, some clients, or the server"] = "clients"
     labeled_clients: Annotated[int | None, "with labels_at some: number of clients with labels", minimum(1)] = None
     classes_per_client: Annotated[
         int, "with setting semifl-shards: number of shards of a client, each of one class", minimum(1)

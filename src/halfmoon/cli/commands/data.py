@@ -44,7 +44,12 @@ def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = add_command(commands, "data", "show the contents of data sets and splits", "[NAME ...] ", run)
     parser.add_argument("names", nargs="*", metavar="NAME", help="data sets (default: digits)")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="draw clients and classes as bubbles")
+    parser.add_argument(
+        "--png",
+        metavar="FILE",
+        type=Path,
+        help="write a chart of clients and classes, with a bubble for each number of images",
+    )
     parser.add_argument("--save", metavar="FILE", type=Path, help="save the split as parquet")
     add_options(parser, ["data", *SPLIT_OPTIONS], method_options=False)
 

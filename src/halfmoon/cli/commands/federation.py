@@ -70,7 +70,7 @@ def add_federation(commands: Any) -> None:
     )
     remove_site.add_argument("name", metavar="NAME", help="the site's name in the federation's file")
 
-    rotate = _action(group, "rotate", "replace certificates and keys by new ones", FOLDER_USAGE, _rotate)
+    rotate = _action(group, "rotate", "replace certificates and keys with new ones", FOLDER_USAGE, _rotate)
     rotate.add_argument("--server", action="store_true", help="the server's key and certificate")
     rotate.add_argument("--ca", action="store_true", help="the authority, and the server's certificate under it")
     rotate.add_argument("--site", metavar="NAME", help="the key of this site")

@@ -13,7 +13,7 @@ INTEGER_FLAGS = {"clients": "number of clients", "cohort": "number of clients in
 NUMBER_FLAGS = {
     "noise": "dp_noise: standard deviation of the noise on the sum of updates, in units of dp_clip",
     "delta": f"dp_delta: delta at which epsilon is counted (default: {Config.dp_delta})",
-    "epsilon": "the epsilon to stay within: prints the noise that it needs",
+    "epsilon": "upper limit of epsilon; the command prints the noise that it needs",
 }
 
 

@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
         commands, "sweep", "run a table or figure of a paper (see halfmoon recipes)", "RECIPE ", _sweep
     )
     parser.add_argument("recipe", metavar="RECIPE", help="the name of a recipe, or your TOML file")
-    about = "run only these cells: AXIS=VALUE,AXIS=VALUE; repeat the flag or an axis for more"
+    about = "run only cells with these values: AXIS=VALUE,AXIS=VALUE; repeat the flag or an axis to add values"
     parser.add_argument("--only", metavar="CELLS", action="append", default=[], help=about)
     parser.add_argument("--seeds", metavar="N", nargs="+", help="seeds of training and split (default: the recipe's)")
     parser.add_argument("--scale", metavar="NAME", help="a scaled-down version of the recipe, such as small")
