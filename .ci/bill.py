@@ -1,10 +1,10 @@
-"""Judge a bill of materials, and write it as requirements/dependencies.md; a part of .ci/release.
+"""Check a bill of materials, and write it as requirements/dependencies.md; a part of .ci/release.
 
     python .ci/bill.py SBOM REPORT [--write]
 
-SBOM is CycloneDX JSON of an environment, which is cleared of this machine's folders; REPORT is what pip's --report
-wrote of the same one. Fails for a package that was yanked, came without a checksum, is missing on the bill, or has a
-license that is neither accepted by name nor looked at (`REVIEWED`).
+SBOM is CycloneDX JSON of an environment, from which this machine's folders are removed. REPORT is the output of pip's
+--report for the same environment. The check fails for a package that was yanked, has no checksum, is missing in the bill,
+or has a license that is neither accepted by name nor reviewed (`REVIEWED`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def notes(tag: str, version: str, changes: str) -> str:
-    """Return the section of `changes` about the version of a tag; raise ValueError where tag or section are wrong."""
+    """Return the section of `changes` about the version of a tag; raise ValueError if the tag or section is wrong."""
     if tag != f"v{version}":
         raise ValueError(f"the tag is {tag}, but pyproject.toml has version {version}: it should be v{version}")
     sections = re.split(r"^## (\S+).*\n", changes, flags=re.MULTILINE)[1:]

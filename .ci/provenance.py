@@ -1,8 +1,8 @@
-"""Write beside the files of a release where they come from, and a line by which pip takes this wheel and no other.
+"""Write the provenance of a release's files, and a requirements line with which pip installs exactly this wheel.
 
     python3 .ci/provenance.py dist
 
-`provenance.json`: the commit, of whose archive the files were built, the builder's Python, and each file's SHA-256.
+`provenance.json`: the commit from which the files were built, the builder's Python, and each file's SHA-256.
 `halfmoon.txt`: for `pip install --require-hashes --no-deps -r halfmoon.txt`.
 """
 

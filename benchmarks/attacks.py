@@ -75,7 +75,7 @@ def _bias(honest: Tensor, own: Tensor) -> Tensor:
 
 
 def _orthogonal(honest: Tensor, own: Tensor) -> Tensor:
-    """Return the own update without what it shares with the others', and a twentieth of theirs: just inside."""
+    """Return the update without its component along the honest mean, plus a twentieth of its length along that mean."""
     mean = _unit(honest.mean(0))
     rest = own - (own @ mean) * mean
     return honest.norm(dim=1).median() * _unit(rest + 0.05 * rest.norm() * mean)
@@ -185,8 +185,8 @@ def patched(images: Tensor) -> Tensor:
     return images
 
 
-def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
-    """Return what came of a cell: accuracy, and how often a patch opens the back door (percent)."""
+def run_cell(cell: Cell, folder: Path | None) -> dict[str, Any]:
+    """Run a cell; return its accuracy and how often images with a patch get the class of the back door, in percent."""
     began, n, classes = time.process_time(), cell.sites, 2 if cell.data == "pneumonia_mnist" else 10
     config = Config(
         method=cell.method, data=cell.data, data_dir=folder, clients=n, cohort=n, dirichlet_alpha=0.5,
@@ -380,7 +380,7 @@ def search(options: argparse.Namespace) -> None:
         if cell in done:
             return
         done.add(cell)
-        row = played(cell, options.data_dir)
+        row = run_cell(cell, options.data_dir)
         if attack.startswith("try "):
             number = int(attack.removeprefix("try "))
             row |= {"try": number, "description": draw_attack(number, ROUNDS).describe()}
@@ -459,7 +459,7 @@ def main() -> None:
                         for rule in options.rules:
                             cell = Cell(seed, method, setting, sites, attack, rule, options.data, options.labels)
                             if cell not in done:
-                                rows.append(played(cell, options.data_dir))
+                                rows.append(run_cell(cell, options.data_dir))
                                 records.append_line(lines, rows[-1])
                                 fill_page(page, rows)
     fill_page(page, rows)

@@ -226,11 +226,11 @@ def run_federation(here: BenchmarkProcesses, name: str, scene: Scene) -> Found:
 
     def watch() -> None:
         while not over.wait(0.05):
-            played = len(atomic_io.read_rows(run / TIMINGS)) if (run / TIMINGS).exists() else 0
+            finished = len(atomic_io.read_rows(run / TIMINGS)) if (run / TIMINGS).exists() else 0
             processor, most = read_superlink(run)
             memory[0] = max(memory[0], most)
-            if played not in marks:
-                marks[played] = Mark(time.time(), proxy.down.bytes + proxy.up.bytes, processor)
+            if finished not in marks:
+                marks[finished] = Mark(time.time(), proxy.down.bytes + proxy.up.bytes, processor)
 
     watcher = threading.Thread(target=watch)
     with proxy.running(), joined(here, file.parent, proxy.port if scene.slow else port):

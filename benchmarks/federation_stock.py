@@ -122,7 +122,7 @@ def size(message: Message) -> int:
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Play the rounds, and write down when each was over."""
+    """Run the rounds, and record when each ended."""
     sites, rounds = int(context.run_config["sites"]), int(context.run_config["rounds"])
     times = Path(str(context.run_config["times"]))
     strategy = Counted(fraction_evaluate=0.0, min_train_nodes=sites, min_available_nodes=sites)

@@ -356,7 +356,7 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
     found: dict[str, dict[int, dict[str, Any]]] = {}
     right: dict[str, dict[int, np.ndarray | None]] = {}
     for line in records.read_lines(LINES):
-        if line["data"] == data and key in line["accuracy"]:  # what was played again counts as it was last
+        if line["data"] == data and key in line["accuracy"]:  # of repeated runs the last one counts
             found.setdefault(line["row"], {})[line["seed"]] = line["accuracy"]
             right.setdefault(line["row"], {})[line["seed"]] = correct(line) if key == "last" else None
     base = {seed: 100 * each[key] for seed, each in found.get(FLOOR, {}).items()}
