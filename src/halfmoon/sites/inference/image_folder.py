@@ -93,7 +93,7 @@ def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str]
     unknown = Counter(name for name in class_by_path.values() if normalize_class_name(name) not in class_index)
     if unknown:
         name, count = unknown.most_common(1)[0]
-        more = f" ({len(unknown) - 1} more besides)" if len(unknown) > 1 else ""
+        more = f", and {len(unknown) - 1} more of the folder's classes" if len(unknown) > 1 else ""
         similar = match_class_name(name, classes)
         hint = f"rename it to {similar!r}, if it is that class; " if similar else ""
         raise UserError(
