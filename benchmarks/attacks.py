@@ -185,7 +185,7 @@ def patched(images: Tensor) -> Tensor:
     return images
 
 
-def run_cell(cell: Cell, folder: Path | None) -> dict[str, Any]:
+def measure_cell(cell: Cell, folder: Path | None) -> dict[str, Any]:
     """Run a cell; return its accuracy and how often images with a patch get the class of the back door, in percent."""
     began, n, classes = time.process_time(), cell.sites, 2 if cell.data == "pneumonia_mnist" else 10
     config = Config(
@@ -380,7 +380,7 @@ def search(options: argparse.Namespace) -> None:
         if cell in done:
             return
         done.add(cell)
-        row = run_cell(cell, options.data_dir)
+        row = measure_cell(cell, options.data_dir)
         if attack.startswith("try "):
             number = int(attack.removeprefix("try "))
             row |= {"try": number, "description": draw_attack(number, ROUNDS).describe()}
@@ -459,7 +459,7 @@ def main() -> None:
                         for rule in options.rules:
                             cell = Cell(seed, method, setting, sites, attack, rule, options.data, options.labels)
                             if cell not in done:
-                                rows.append(run_cell(cell, options.data_dir))
+                                rows.append(measure_cell(cell, options.data_dir))
                                 records.append_line(lines, rows[-1])
                                 fill_page(page, rows)
     fill_page(page, rows)
