@@ -99,7 +99,7 @@ def report() -> None:
             continue
         bases = [name for name in (FLOOR, CONTROL) if name in found]
         titles = {FLOOR: "labels only", CONTROL: "the control"}
-        heads = [f"to {titles[base]}, 95 % interval | p" for base in bases]
+        heads = [f"minus {titles[base]}, 95 % interval | p" for base in bases]
         lines = [f"| method | test % | {' | '.join(heads)} |", f"| --- | --: |{' --: | --: |' * len(bases)}"]
         for name, by_seed in found.items():
             cells = [difference(found, name, base) for base in bases]
