@@ -26,7 +26,7 @@ from halfmoon.aggregation.robust import (
     compute_trimmed_mean,
     count_tolerated,
     find_finite_clients,
-    limit_unit_norms,
+    limit_unit_shares,
     mix_nearest,
     replace_extremes,
     select_by_krum,
@@ -254,28 +254,37 @@ def test_extremes_are_clamped_to_the_next_value():
 
 
 def test_a_client_cannot_leave_the_range_of_the_mixed_updates():
-    """Values (0, 2, 4, 6, 90), one hostile: the bound of the unit makes 90 a 6. Then each has its three nearest, weights 1
-    to 5. The first two have the mean of the first four, (2 * 2 + 4 * 3 + 6 * 4) / 10 = 4, the others that of the last
-    four, (2 * 2 + 4 * 3 + 6 * 4 + 6 * 5) / 14 = 5."""
+    """Values (0, 2, 4, 6, 90), one hostile: each with its three nearest, weights 1 to 5. The first three have the mean of
+    the first four, as has the fourth; the last one has another mean, as 90 is far away, and is clamped to theirs. Bounding
+    its share by the next largest, 6 / sqrt(37), only makes 90 a 88.8."""
+    mean = (2 * 2 + 4 * 3 + 6 * 4) / 10
     new, row = ruled("cosine-nnm", [[0, 1], [2, 1], [4, 1], [6, 1], [90, 1]])
-    assert [each[0] for each in new] == pytest.approx([4, 4, 5, 5, 5])
+    assert [each[0] for each in new] == pytest.approx([mean] * 5)
     assert row["trimmed"] == 2
 
 
-def test_the_longest_update_of_each_output_unit_is_scaled_to_the_next_longest():
-    """Two units of two weights. First unit: norms (5, 10, 1, 0), so 10 becomes 5. Second: (0, 2, 2, 1), where the two
-    longest are equal and remain. Each entry of a bias is a unit; its sign remains. Client 4 does not vote."""
-    weight = torch.tensor(
-        [[[3.0, 4], [0, 0]], [[6, 8], [2, 0]], [[1, 0], [0, 2]], [[0, 0], [0, 1]], [[90, 90], [90, 90]]]
-    )
-    bias = torch.tensor([[1.0, 0], [2, -7], [-5, 3], [0, 1], [90, 90]])
-    change = {"params/weight": weight, "params/bias": bias}
-    new = limit_unit_norms(change, range(4), 1)
-    assert new["params/weight"][1].tolist() == [[3, 4], [2, 0]]
-    assert new["params/weight"][[0, 2, 3, 4]].equal(weight[[0, 2, 3, 4]])
-    assert new["params/bias"].tolist() == [[1, 0], [2, -3], [-2, 3], [0, 1], [90, 90]]
-    assert weight[1].tolist() == [[6, 8], [2, 0]], "the given updates remain"
-    assert limit_unit_norms(change, range(4), 0)["params/bias"].equal(bias)
+def test_the_largest_share_of_each_output_unit_is_scaled_to_the_next_largest():
+    """Three updates of two units with norms (3, 4), (6, 8) and (5, 0). The shares of the first unit are 0.6, 0.6 and 1, so
+    that of the last becomes 0.6: its norm 3. Those of the second are 0.8, 0.8 and 0: equal ones are no extremes, although
+    the second update is twice as long. The statistics are an update by themselves, and client 3 does not vote."""
+    weight = torch.tensor([[[3.0, 0], [0, 4]], [[0, 6], [-8, 0]], [[3, 4], [0, 0]], [[90, 90], [90, 90]]])
+    mean = torch.tensor([[3.0, 4], [3, -4], [0, -7], [90, 90]])
+    change = {"params/weight": weight, "stats/mean": mean}
+    new = limit_unit_shares(change, range(3), 1, ("stats",))
+    assert new["params/weight"][2].flatten().tolist() == pytest.approx([1.8, 2.4, 0, 0])
+    assert new["params/weight"][[0, 1, 3]].equal(weight[[0, 1, 3]])
+    # The last client's share of the second entry is 1: it becomes 0.8, the next largest.
+    assert new["stats/mean"][2].tolist() == pytest.approx([0, -5.6])
+    assert new["stats/mean"][[0, 1, 3]].equal(mean[[0, 1, 3]])
+    assert weight[2].flatten().tolist() == [3, 4, 0, 0], "the given updates remain"
+    assert limit_unit_shares(change, range(3), 0, ("stats",))["stats/mean"].equal(mean)
+
+
+def test_an_update_without_a_change_has_no_shares():
+    change = {"params/b": torch.tensor([[1.0, 0], [0, 0], [0, 2], [2, 1]])}
+    new = limit_unit_shares(change, range(4), 1, ())["params/b"]
+    assert new.isfinite().all()
+    assert new[1].tolist() == [0, 0]
 
 
 def test_an_update_close_to_all_others_cannot_reverse_the_row_of_a_class():

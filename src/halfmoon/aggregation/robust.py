@@ -7,14 +7,14 @@ All rules process updates, the differences between uploaded and downloaded value
 - "cosine" removes clients that point away from the rest (`halfmoon.aggregation.agreement`), and scales the remaining
   updates down to `COSINE_MAX_NORM` times the median norm. A tighter bound would shorten honest updates that are only a
   little longer.
-- "cosine-nnm", the default of federations, removes the same clients as "cosine". Then it bounds each output unit, such as
-  a class's row of the classifier: the longest updates of a unit are scaled down to the next longest one. After that it
-  replaces each update by the weighted mean of this update and its nearest others, all but the expected number of hostile
-  clients: nearest-neighbor mixing (Allouah et al. 2023, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under
-  Heterogeneity"). An update that is far from all others is in no mean but its own. In each coordinate the highest and the
-  lowest values are then clamped to the next value, so that this one mean cannot leave the range of the others. Last, it
-  scales updates down as "cosine" does. Clamping rather than trimming: if sites have different classes, an extreme value of
-  a coordinate is often that of the only client that has seen a class.
+- "cosine-nnm", the default of federations, removes the same clients as "cosine". Then it bounds how much of an update may
+  be in one output unit, such as a class's row of the classifier: the largest shares of a unit are scaled down to the next
+  largest one. After that it replaces each update by the weighted mean of this update and its nearest others, all but the
+  expected number of hostile clients: nearest-neighbor mixing (Allouah et al. 2023, "Fixing by Mixing: A Recipe for Optimal
+  Byzantine ML under Heterogeneity"). An update that is far from all others is in no mean but its own. In each coordinate
+  the highest and the lowest values are then clamped to the next value, so that this one mean cannot leave the range of the
+  others. Last, it scales updates down as "cosine" does. Clamping rather than trimming: if sites have different classes, an
+  extreme value of a coordinate is often that of the only client that has seen a class.
 - "cosine-trimmed" removes the same clients as "cosine". Then it trims each coordinate: the lowest and the highest values
   are replaced by the mean of the values between them, weighted like the method's mean. Last, it scales updates down as
   "cosine" does. A direction over all coordinates tells little about a single one: a client that changes only one bias of
@@ -101,7 +101,7 @@ class RobustAggregator(Aggregator):
         """Apply the rule to the finite uploads of a cohort, and record the metrics of the round.
 
         All rules with "cosine" in their names first remove the clients whose update points away from the others'.
-        "cosine-trimmed" then replaces the extreme values of each coordinate; "cosine-nnm" bounds the norms of output units,
+        "cosine-trimmed" then replaces the extreme values of each coordinate; "cosine-nnm" bounds the shares of output units,
         averages each update with its nearest neighbors and clamps the extreme values. Other rules follow in `_apply_rule`.
 
         Args:
@@ -135,7 +135,7 @@ class RobustAggregator(Aggregator):
         if not change or not voters:
             return indices, upload
         if self.rule == "cosine-nnm":
-            change = limit_unit_norms(change, voters, cut)
+            change = limit_unit_shares(change, voters, cut, context.upload_spec.statistics)
             change = mix_nearest(upload.weight, change, voters, cut, context.upload_spec.statistics)
             upload = replace_update(upload, context, change)
             upload, metrics = limit_coordinates(context, upload, change, voters, cut, clamp=True)
@@ -331,38 +331,50 @@ def limit_coordinates(
     return upload, {"trimmed": 2 * cut, **metrics}
 
 
-def limit_unit_norms(change: Change, voters: Sequence[int], cut: int) -> Change:
-    """Scale down the longest updates of each output unit to the next longest one.
+def limit_unit_shares(change: Change, voters: Sequence[int], cut: int, statistics: Sequence[str]) -> Change:
+    """Limit how much of a client's update may be in a single output unit, by the shares of the other clients.
 
     An output unit is an index of a leaf's first axis: a class's row of the classifier, a filter of a convolution, an
-    entry of a bias or of a statistic. Distances and directions of whole updates tell little about a single unit: a client
-    that sends the mean of the others, and reverses the row of one class, is close to all of them. It would be in every
-    mean of `mix_nearest`, and clamping could not remove it from there.
+    entry of a bias or of a statistic. Its share is the norm of its update divided by the norm of the client's whole
+    update. The largest shares of each unit are scaled down to the next largest one.
+
+    Distances and directions of whole updates tell little about a single unit. A client that sends the mean of the others,
+    and reverses the row of one class, is close to all of them: it would be in every mean of `mix_nearest`, and clamping
+    could not remove it from there. Shares are compared, not norms, because an honest client with many images has longer
+    updates than the others in every unit.
 
     Args:
         change: The updates by path, (k, ...).
         voters: The indices of the clients that are compared; the updates of other clients remain unchanged.
-        cut: The number of longest updates of each unit that are scaled down. 0 to change nothing.
+        cut: The number of largest shares of each unit that are scaled down. 0 to change nothing.
+        statistics: The first components of the paths that are statistics; parameters and statistics are separate updates.
 
     Returns:
-        The new updates, {path: (k, ...)}. Shorter updates remain unchanged, bit by bit.
+        The new updates, {path: (k, ...)}. Units with smaller shares remain unchanged, bit by bit.
     """
-    # At least one update of each unit must remain.
+    # At least one share of each unit must remain.
     cut = min(cut, (len(voters) - 1) // 2)
     if not cut:
         return change
     rows = list(voters)
     new = {path: leaf.clone() for path, leaf in change.items()}
-    for path, leaf in change.items():
-        values = leaf[rows]
-        units = values.shape[1] if values.dim() > 1 else 1
-        by_unit = values.reshape(len(rows), units, -1)
+    for paths in split_paths(change, statistics).values():
         # In float64, so that squares of large values stay finite.
-        norms = by_unit.double().square().sum(2).sqrt()
-        bound = norms.sort(dim=0).values[len(rows) - 1 - cut]
-        scale = torch.where(norms > bound, bound / norms, 1.0)
-        new[path][rows] = (by_unit * scale[:, :, None].to(leaf.dtype)).reshape(values.shape)
+        squares = {path: _by_unit(change[path][rows]).double().square().sum(2) for path in paths}
+        total = sum((leaf.sum(1) for leaf in squares.values()), torch.zeros(())).sqrt()
+        for path, leaf in squares.items():
+            shares = torch.where(total[:, None] > 0, leaf.sqrt() / total[:, None], 0.0)
+            bound = shares.sort(dim=0).values[len(rows) - 1 - cut]
+            scale = torch.where(shares > bound, bound / shares, 1.0)
+            values = change[path][rows]
+            new[path][rows] = (_by_unit(values) * scale[:, :, None].to(values.dtype)).reshape(values.shape)
     return new
+
+
+def _by_unit(leaf: Tensor) -> Tensor:
+    """Reshape a leaf (k, units, ...) to (k, units, n); a leaf (k,) has one unit."""
+    units = leaf.shape[1] if leaf.dim() > 1 else 1
+    return leaf.reshape(len(leaf), units, -1)
 
 
 def mix_nearest(
@@ -418,7 +430,7 @@ def _average_rows(leaf: Tensor, share: Tensor) -> Tensor:
 def count_trimmed_values(byzantine: float, count: int) -> int:
     """Compute how many of the smallest, and of the largest, values "cosine-trimmed" replaces and "cosine-nnm" clamps.
 
-    "cosine-nnm" also bounds so many of the longest updates of each output unit, and leaves so many of the farthest updates
+    "cosine-nnm" also bounds so many of the largest shares of each output unit, and leaves so many of the farthest updates
     out of each mean. This is the expected number of hostile
     clients, and 1 or more: of four clients a fifth is less than one client.
     Cohorts that are too small for outliers are not trimmed either.
