@@ -542,7 +542,7 @@ def test_two_processes_cannot_go_on_with_one_run(shell: Shell, straight: Path, t
     (refused,) = seen
     assert refused.code == 2
     assert refused.output.splitlines()[-1] == (
-        f"halfmoon: another process is running in {root}; wait for it, or choose another --run-dir."
+        f"halfmoon: another process is running in {root}; wait for it, or choose another --run-dir of halfmoon run."
     )
     assert_same(root, straight)
 
