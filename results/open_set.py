@@ -12,6 +12,7 @@ from typing import Any
 
 import halfmoon
 from halfmoon.config import schema as settings
+from halfmoon.core import hubs
 
 SETS: dict[str, dict[str, Any]] = {
     "digits": {},
@@ -22,7 +23,7 @@ SETS: dict[str, dict[str, Any]] = {
 UNKNOWN_CLASSES = 4
 SHARES = (0.0, 0.1, 0.3, 0.5)
 HEADS = ("ridge-head", "mixture-head")
-METHODS = (*HEADS, "fedavg", "fedavg-soft-labels", "fedavg-fixmatch", "feddure")
+METHODS = (*HEADS, "fedavg", "fedavg-control", "fedavg-soft-labels", "fedavg-fixmatch", "feddure")
 COMMON: dict[str, Any] = {
     "unknown_classes": UNKNOWN_CLASSES, "clients": 5, "cohort": 5, "labels_per_class": 2.0, "setting": "iid-iid",
     "executor": "loop", "threads": 1, "processes": 1,
@@ -30,7 +31,7 @@ COMMON: dict[str, Any] = {
 TRAINED: dict[str, Any] = {"network": "small", "width": 16, "rounds": 20, "steps": 10, "lr": 3e-3}
 """Options of the methods that train by steps, from scratch."""
 
-SOLVED: dict[str, Any] = {"network": "efficientnet-lite0", "tune": "head", "rounds": 11, "budget": "none"}
+SOLVED: dict[str, Any] = {"network": hubs.MULTILAYER, "tune": "head", "rounds": 11, "budget": "none"}
 """Options of the heads on features."""
 
 
