@@ -1,6 +1,7 @@
 """The API reference: what `import halfmoon` gives says of every argument and field what it is, and what is raised."""
 
 import ast
+import importlib.metadata
 import re
 import sys
 from inspect import signature
@@ -95,3 +96,7 @@ def test_what_a_docstring_does_not_say_is_noticed() -> None:
     code = 'def f(a, b):\n    """F.\n\n    Args:\n        a: x\n    """\n    raise UserError()\n'
     with griffe.temporary_visited_module(code, docstring_parser="google") as module:
         assert lacking(module["f"]) == ["module.f: b", "module.f: raises"]
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert halfmoon.__version__ == importlib.metadata.version("halfmoon")

@@ -81,6 +81,10 @@ def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"halfmoon.{module}"), name)
+    if name == "__version__":
+        from halfmoon.core.versions import installed_version
+
+        return installed_version("halfmoon")
     raise AttributeError(f"module 'halfmoon' has no attribute '{name}'")
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from halfmoon.data import SERVER, Images, Source, Split, summarize, take_share
+from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon, total_variation
 
 # Client 0: labeled a a b, unlabeled b b. Client 1: labeled c, unlabeled c c c a. Client 2: labeled a. Nobody: one b.
@@ -95,6 +96,17 @@ def test_a_split_without_unlabeled_rows_has_no_distances() -> None:
     no_statistics = {"mean": None, "min": None, "max": None}
     assert metadata["internal"] == metadata["internal_js"] == metadata["external"]["unlabeled"] == no_statistics
     assert metadata["external"]["labeled"] == {"mean": 0.0, "min": 0.0, "max": 0.0}
+
+
+def test_images_of_unknown_classes_are_counted_but_in_no_class() -> None:
+    """Two clients of three images; the true labels of the unlabeled ones are unknown but for one of client 1."""
+    split = Split(np.array([0, 0, 0, 1, 1, 1]), np.array([True, False, False, True, False, False]), 2)
+    metadata = summarize(split, np.array([0, UNKNOWN, UNKNOWN, 1, UNKNOWN, 0]), ("a", "b"))
+    assert (metadata["counts"]["labeled"], metadata["counts"]["unlabeled"]) == (2, 4)
+    assert [client["unlabeled"] for client in metadata["each"]] == [2, 2]
+    assert [client["unlabeled_classes"] for client in metadata["each"]] == [[0, 0], [1, 0]]
+    assert [client["tv"] for client in metadata["each"]] == [None, 1.0]
+    assert metadata["sizes"]["unlabeled"] == {"min": 2, "median": 2.0, "max": 2}
 
 
 def test_server_with_labels_has_a_separate_row() -> None:

@@ -393,7 +393,7 @@ def test_a_site_and_a_federation_are_shown(browser: Any, tmp_path: Path) -> None
         assert "<i>x</i>-01 is there" in browser.find_element("id", "log").text
         assert len(browser.find_elements("css selector", "#sites tbody tr")) == 2
         cells = browser.find_element("css selector", "#sites tbody tr:first-child").text
-        assert cells.startswith("site-02 connected 2026-11-21 04:55:30 40 of 571")
+        assert cells.startswith("site-02 took part to the end 2026-11-21 04:55:30 40 of 571")
         tops = [
             browser.find_element("id", name).rect["y"] for name in ("sites-section", "runs-section", "curves-section")
         ]

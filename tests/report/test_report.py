@@ -14,10 +14,11 @@ from PIL import Image
 from report_folders import make_split_summary
 
 from halfmoon.core.errors import UserError
+from halfmoon.data.memory import PREFIX
 from halfmoon.methods import registry
 from halfmoon.report.curves import describe_runs, draw_curves, seed_curve, separate_positions
 from halfmoon.report.diagrams import bubble_areas, draw_split
-from halfmoon.report.run_reader import StoredRun, read_runs
+from halfmoon.report.run_reader import MEMORY_PREFIX, StoredRun, dataset_name, read_runs
 from halfmoon.report.styles import _METHODS_IN_ORDER, DISTINCT_STYLES, line_style, line_styles, style_numbers
 from halfmoon.report.tables import comparison_table, mean_and_deviation
 from halfmoon.storage import integrity
@@ -424,3 +425,11 @@ def test_legend_of_many_methods_is_inside_the_figure(tmp_path: Path) -> None:
             for edge in (pixels[:4], pixels[-4:], pixels[:, :4], pixels[:, -4:]):
                 assert (edge == 255).all(), count
     assert heights == sorted(set(heights))
+
+
+def test_images_in_memory_have_a_name_for_people() -> None:
+    """Two of them in one report keep their hashes, so that they can be told apart."""
+    assert MEMORY_PREFIX == PREFIX
+    assert dataset_name("memory:1f3a9c07b2d4-77e0a1") == "images in memory"
+    assert dataset_name("memory:1f3a9c07b2d4-77e0a1", parts=2) == "images in memory 1f3a9c07b2d4-77e0a1"
+    assert dataset_name("/home/a/scans/") == "scans"

@@ -431,9 +431,8 @@ def count_trimmed_values(byzantine: float, count: int) -> int:
     """Compute how many of the smallest, and of the largest, values "cosine-trimmed" replaces and "cosine-nnm" clamps.
 
     "cosine-nnm" also bounds so many of the largest shares of each output unit, and leaves so many of the farthest updates
-    out of each mean. This is the expected number of hostile
-    clients, and 1 or more: of four clients a fifth is less than one client.
-    Cohorts that are too small for outliers are not trimmed either.
+    out of each mean. This is the expected number of hostile clients, and 1 or more: of four clients a fifth is less than
+    one client. Cohorts that are too small for outliers are not trimmed either.
 
     Args:
         byzantine: The expected share of hostile clients.

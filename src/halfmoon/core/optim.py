@@ -131,9 +131,9 @@ class Adam:
             if is_on_gpu or tree.nbytes(params) < SMALL_MODEL_BYTES:
                 if not inside_transform():
                     return self._step_all_leaves(params, gradient, state, lr)
-                of_all = call_with_all_clients(partial(self._step_all_leaves, lr=lr), params, gradient, state)
-                if of_all is not None:
-                    return of_all
+                stepped = call_with_all_clients(partial(self._step_all_leaves, lr=lr), params, gradient, state)
+                if stepped is not None:
+                    return stepped
             elif consume and not inside_transform():
                 return self._step_in_place(params, gradient, state, lr)
         terms = self._bias_correction(state["steps"] + 1)

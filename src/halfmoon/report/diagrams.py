@@ -62,9 +62,10 @@ def draw_split(summary: Mapping[str, Any], path: Path) -> None:
         if server and kind == "labeled":
             counts[0] = server["labeled_classes"]
         _draw_panel(axes, counts, largest, line_style(number).color)
-        axes.set_title(
-            f"{kind}: {summary['counts'][kind]:,} images", fontsize=_LABEL_POINTS, loc="left", fontweight="bold"
-        )
+        total = summary["counts"][kind]
+        # Images whose true label nobody knows are in the total, and in no bubble.
+        unknown = " whose classes are unknown" if total and not counts.any() else ""
+        axes.set_title(f"{kind}: {total:,} images{unknown}", fontsize=_LABEL_POINTS, loc="left", fontweight="bold")
         _label_ticks(axes.yaxis, [str(name) for name in classes], class_inches)
     _label_ticks(
         panels[1].xaxis,

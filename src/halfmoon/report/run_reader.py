@@ -228,14 +228,21 @@ def read_runs(root: Path) -> list[StoredRun]:
     return [StoredRun.read(path) for path in paths]
 
 
+MEMORY_PREFIX = "memory:"
+"""Beginning of the option `data` of images in memory, as `halfmoon.data.memory` names them."""
+
+
 def dataset_name(value: object, parts: int = 1) -> str:
-    """Shorten a data set to its name, or a folder to the end of its path.
+    """Shorten a data set to its name, a folder to the end of its path, or images in memory to these words.
 
     Args:
-        value: a data set's name, or the path of a folder on any system.
-        parts: number of parts of the path.
+        value: a data set's name, the path of a folder on any system, or `MEMORY_PREFIX` with a hash.
+        parts: number of parts of the path. With more than one, images in memory keep their hash.
     """
     text = str(value).rstrip("/\\")
+    if text.startswith(MEMORY_PREFIX):
+        image_hash = text.removeprefix(MEMORY_PREFIX)
+        return "images in memory" if parts == 1 else f"images in memory {image_hash}"
     return "/".join(PurePath(text.replace("\\", "/")).parts[-parts:]) or text
 
 

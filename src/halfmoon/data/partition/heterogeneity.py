@@ -55,6 +55,8 @@ def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 def summarize(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
     """Compute all statistics of a split, ready for JSON. Distances to an empty set are None, and not part of means.
 
+    Numbers of images include those whose true label is unknown; counts by class and distances do not.
+
     Returns:
         counts: images, labeled (including the server's), unlabeled, nobody (rows without a client), clients, classes;
         server: None, or counts of the server's labeled rows (labeled, labeled_classes) with tv and js between their
@@ -69,12 +71,13 @@ def summarize(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[
     labeled, unlabeled = count_rows(split, labels, len(classes))
     tv, js = _distances(labeled, unlabeled)
     tables = {"labeled": labeled, "unlabeled": unlabeled}
+    sizes = {"labeled": _count_by_client(split, split.labeled), "unlabeled": _count_by_client(split, ~split.labeled)}
     server = _summarize_server(split, labels, unlabeled.sum(0))
     return {
         "counts": {
             "images": len(split),
-            "labeled": int(labeled.sum()) + (server["labeled"] if server else 0),
-            "unlabeled": int(unlabeled.sum()),
+            "labeled": int(sizes["labeled"].sum()) + (server["labeled"] if server else 0),
+            "unlabeled": int(sizes["unlabeled"].sum()),
             "nobody": int((split.client == -1).sum()),
             "clients": split.clients,
             "classes": list(classes),
@@ -83,8 +86,8 @@ def summarize(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[
         "stages": _count_stages(split),
         "each": [
             {
-                "labeled": int(labeled[k].sum()),
-                "unlabeled": int(unlabeled[k].sum()),
+                "labeled": int(sizes["labeled"][k]),
+                "unlabeled": int(sizes["unlabeled"][k]),
                 "labeled_classes": labeled[k].tolist(),
                 "unlabeled_classes": unlabeled[k].tolist(),
                 "tv": _to_float(tv[k]),
@@ -92,7 +95,7 @@ def summarize(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[
             }
             for k in range(split.clients)
         ],
-        "sizes": {name: _size_range(table.sum(1)) for name, table in tables.items()},
+        "sizes": {name: _size_range(counts) for name, counts in sizes.items()},
         "present": {name: float((table > 0).sum(1).mean()) for name, table in tables.items()},
         "internal": _value_range(tv),
         "internal_js": _value_range(js),
@@ -101,6 +104,11 @@ def summarize(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[
             for name, table in tables.items()
         },
     }
+
+
+def _count_by_client(split: Split, selected: np.ndarray) -> np.ndarray:
+    """Count the selected images, bool (N,), of each client: int64 (clients,)."""
+    return np.bincount(split.client[selected & (split.client >= 0)], minlength=split.clients)
 
 
 def _summarize_server(split: Split, labels: np.ndarray, unlabeled: np.ndarray) -> dict[str, Any] | None:

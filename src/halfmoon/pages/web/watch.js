@@ -189,6 +189,8 @@ function drawSites(federation) {
   const over = [...runs.values()].some((run) => run.state === "finished");
   byId("sentence").hidden = false;
   byId("sentence").textContent = over ? `The federation is over; ${known} of ${sites.length} sites took part to the end.` : `${known} of ${sites.length} sites are connected.`;
+  // After the end nobody is connected any more: the last event of such a site is that it had joined.
+  const stateOf = (site) => (over && site.state === "connected" ? "took part to the end" : site.state);
   // A server with test images asks no site for its accuracy.
   const measured = shared.length > 0 || [...runs.values()].some((run) => run.lines?.evaluation?.x.length);
   const faults = FAULTS.filter((fault) => sites.some((site) => site[fault]));
@@ -201,7 +203,7 @@ function drawSites(federation) {
       const curve = shared.find(({ look }) => look.title === site.name);
       return html("tr", null,
         html("th", { scope: "row", class: "left" }, site.name, curve ? [" ", sample(curve.look)] : null),
-        html("td", { class: "left" }, html("span", { class: `state ${site.state.replaceAll(" ", "-")}` }, site.state)),
+        html("td", { class: "left" }, html("span", { class: `state ${site.state.replaceAll(" ", "-")}` }, stateOf(site))),
         html("td", { class: "left" }, recent(site.contact)), html("td", null, labeled(site)),
         measured ? html("td", null, curve ? number(curve.y.at(-1), 2) : "–") : null, faults.map((fault) => html("td", null, count(site[fault]))),
         html("td", { class: "left event" }, site.words || "–"));

@@ -223,6 +223,9 @@ function bubbleChart(width, split) {
     most[kind] = Math.max(1, ...counts.flatMap((row) => row ?? []));
     return counts.flatMap((row, k) => (row ?? []).map((count, c) => ({ kind, column: columns[k], c, count, share: count / most[kind] })));
   });
+  const hasClasses = (kind) => cells.some((cell) => cell.kind === kind && cell.count);
+  // Images whose true label nobody knows are in the total, and in no bubble.
+  const ofClasses = (kind) => (hasClasses(kind) || !split.totals[kind] ? `largest bubble ${most[kind].toLocaleString("en")}` : "whose classes are unknown");
   const countAt = (kind, { column, c }) => cells.find((cell) => cell.kind === kind && cell.column === column && cell.c === c)?.count ?? 0;
   const wide = Math.min(width, Math.max(330, marginLeft + across * columns.length + 12));
   const everyClass = Math.max(1, Math.ceil(13 / up));
@@ -238,7 +241,7 @@ function bubbleChart(width, split) {
     marks: [
       Plot.frame({ ...RULE }),
       Object.entries(KINDS).map(([kind, fill]) => [
-        Plot.text([kind], { fy: [kind], frameAnchor: "top-left", lineAnchor: "bottom", textAnchor: "start", dy: -5, dx: -marginLeft, fontWeight: 600, fill: "var(--ink)", text: () => `${kind}: ${split.totals[kind].toLocaleString("en")} images, largest bubble ${most[kind].toLocaleString("en")}` }),
+        Plot.text([kind], { fy: [kind], frameAnchor: "top-left", lineAnchor: "bottom", textAnchor: "start", dy: -5, dx: -marginLeft, fontWeight: 600, fill: "var(--ink)", text: () => `${kind}: ${split.totals[kind].toLocaleString("en")} images, ${ofClasses(kind)}` }),
         Plot.dot(cells.filter((cell) => cell.kind === kind && cell.count), { className: `bubble ${kind}`, fy: "kind", x: "column", y: "c", r: "share", fill, fillOpacity: 0.85, stroke: "none" }),
       ]),
       Plot.cell(cells, Plot.pointer({ className: "guide", ariaHidden: "true", fy: "kind", x: "column", y: "c", fill: "none", stroke: "var(--ink)", inset: 0, maxRadius: Math.max(across, up) })),
