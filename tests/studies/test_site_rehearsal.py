@@ -264,7 +264,7 @@ def test_a_rehearsal_is_not_continued_with_other_images(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in data.iterdir()} == content
 
 
-def test_near_copies_at_two_sites_are_not_on_both_sides(tmp_path: Path) -> None:
+def test_near_duplicates_at_two_sites_are_not_on_both_sides(tmp_path: Path) -> None:
     """The second site has the first one's images as JPEG files: 32 x 32 pixels, which differ by a few gray levels."""
     rng = np.random.default_rng(0)
     folders = [tmp_path / "a", tmp_path / "bb"]
@@ -280,11 +280,11 @@ def test_near_copies_at_two_sites_are_not_on_both_sides(tmp_path: Path) -> None:
             image.save(folders[1] / f"copy{k}.jpg", quality=80)
     messages: list[str] = []
     site_rehearsal._write_data_set(Config(), folders, tmp_path / "data", TextLog(messages))
-    assert "6 pictures are at more than one site as near copies, such as at another compression." in messages
+    assert "6 pictures are at more than one site as near-duplicates, such as at another compression." in messages
     left_out = [message for message in messages if "left out" in message]
     assert left_out == [
         f"bb: {len(left_out_copies(folders[0]))} images are left out: copies of images to test on (equal "
-        "pixels or near copies)."
+        "pixels or near-duplicates)."
     ]
 
 

@@ -7,11 +7,11 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data.groups import describe_equal_images, describe_only_equal_images, hash_pixels, merge_equal_images
 from halfmoon.data.images import Images
-from halfmoon.data.near_copies import describe_near_copies, find_near_copies, join_near_copies
+from halfmoon.data.near_duplicates import describe_near_duplicates, find_near_duplicates, join_near_duplicates
 
 
 def group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str]]:
-    """Assign equal images and near copies to one group, as copies must not be on different sides of a later split.
+    """Assign equal images and near-duplicates to one group, as copies must not be on different sides of a later split.
 
     A copy in both train and test remains in both, with a warning: the folders of the user divide them.
 
@@ -28,8 +28,8 @@ def group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str
     hashes = [*train_hashes, *test_hashes]
     labels = np.concatenate([train.labels, tests.labels])
     notes = describe_equal_images(hashes, labels, split_keeps_copies=not in_both)
-    pairs = find_near_copies((train.images, tests.images), hashes)
-    near_notes = describe_near_copies(pairs, len(train), len(tests))
+    pairs = find_near_duplicates((train.images, tests.images), hashes)
+    near_notes = describe_near_duplicates(pairs, len(train), len(tests))
     if not notes and not near_notes:
         return train, tests, []
     if len(train) > 1 and len(different_train_hashes) == 1:
@@ -40,7 +40,7 @@ def group_copies(train: Images, tests: Images) -> tuple[Images, Images, list[str
             "them from one of the two"
         )
     notes += near_notes
-    groups = merge_equal_images(_join_groups(train, tests), join_near_copies(pairs, hashes))
+    groups = merge_equal_images(_join_groups(train, tests), join_near_duplicates(pairs, hashes))
     if groups is None:
         return train, tests, notes
     train = replace(train, groups=groups[: len(train)])

@@ -17,7 +17,7 @@ from halfmoon.data.class_names import describe_near_equal
 from halfmoon.data.copies import group_copies
 from halfmoon.data.groups import hash_pixels, merge_equal_images
 from halfmoon.data.images import UNKNOWN, Images, Source, channel_statistics
-from halfmoon.data.near_copies import find_near_copies, join_near_copies
+from halfmoon.data.near_duplicates import find_near_duplicates, join_near_duplicates
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.class_folders import HELD_OUT_SHARE
@@ -225,10 +225,10 @@ def load_memory(name: str, preparation: Preparation = UNCHANGED) -> Source:
             )
     else:
         hashes = hash_pixels(train.images)
-        pairs = find_near_copies([train.images], hashes)
+        pairs = find_near_duplicates([train.images], hashes)
         try:
-            is_test, is_left_out = _draw_test_rows(data.train, join_near_copies(pairs, hashes))
-        except UserError:  # too few images are different ones: near copies are then only reported
+            is_test, is_left_out = _draw_test_rows(data.train, join_near_duplicates(pairs, hashes))
+        except UserError:  # too few images are different ones: near-duplicates are then only reported
             is_test, is_left_out = _draw_test_rows(data.train, hashes)
         selection_note = (
             f"no test was given, so {HELD_OUT_SHARE:.0%} of the labeled images of every class, {is_test.sum():,} in "
@@ -276,7 +276,7 @@ def _draw_test_rows(collection: ImageCollection, hashes: Sequence[bytes]) -> tup
 
     Args:
         collection: the images, some of which may be unlabeled.
-        hashes: a hash of each image's pixels, the same for near copies.
+        hashes: a hash of each image's pixels, the same for near-duplicates.
 
     Returns:
         True for a test image, and True for an unlabeled image that is a copy of one, bool (N,) each.

@@ -19,7 +19,7 @@ from halfmoon.data.groups import (
 )
 from halfmoon.data.groups import find_groups as groups_of
 from halfmoon.data.images import Images, SkippedImage, channel_statistics
-from halfmoon.data.near_copies import describe_near_copies, find_near_copies, join_near_copies
+from halfmoon.data.near_duplicates import describe_near_duplicates, find_near_duplicates, join_near_duplicates
 from halfmoon.data.partition.primitives import named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.class_folders import (
@@ -397,12 +397,12 @@ def load_site_source(
     if len(set(hashes)) == 1 < len(hashes):
         raise UserError(f"{contents.folder}: {describe_only_equal_images(f'{len(hashes):,} images')}.")
     notes = describe_equal_images(hashes, contents.labels[rows])
-    pairs = find_near_copies([pixels], hashes)
-    notes += describe_near_copies(pairs, len(images))
+    pairs = find_near_duplicates([pixels], hashes)
+    notes += describe_near_duplicates(pairs, len(images))
     for note in notes:
         display.record("data_note", note)
     # Equal images form a group, so that no fold trains on a copy of a test image.
-    groups = merge_equal_images(groups, join_near_copies(pairs, hashes))
+    groups = merge_equal_images(groups, join_near_duplicates(pairs, hashes))
     train = Images(pixels, contents.labels[rows], groups=groups)
     labeled = train.labels >= 0
     test = Images(train.images[labeled], train.labels[labeled])

@@ -23,7 +23,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.class_names import find_near_equal, sort_class_names
 from halfmoon.data.groups import drop_shared_groups, hash_pixels, merge_equal_images
 from halfmoon.data.images import UNKNOWN, SkippedImage
-from halfmoon.data.near_copies import MIN_SIDE, describe_near_copies, find_near_copies, join_near_copies
+from halfmoon.data.near_duplicates import MIN_SIDE, describe_near_duplicates, find_near_duplicates, join_near_duplicates
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.partition.split import Split
 from halfmoon.data.preparation import Preparation
@@ -404,7 +404,7 @@ def _pool_features(
     # Copies at several sites are one group, so that no head is tested on an image that it was solved for.
     hashes = hash_pixels(np.stack(images))
     if smallest_side >= MIN_SIDE:  # smaller images were enlarged: different ones may look like copies
-        hashes = join_near_copies(find_near_copies([np.stack(images)], hashes), hashes)
+        hashes = join_near_duplicates(find_near_duplicates([np.stack(images)], hashes), hashes)
     groups = merge_equal_images(groups, hashes) or groups
     return head_problem(pooled, np.array(labels), classes), np.array(client), groups
 
@@ -609,7 +609,7 @@ def _report_foreign_classes(
 def _leave_out_copies(images: Sequence[_SiteImage], names: Sequence[str], display: EventRecorder) -> list[_SiteImage]:
     """Leave out training and validation images that are copies of test images, and training ones of validation images.
 
-    Copies have equal pixels, or are near copies: the same picture at another compression, for one.
+    Copies have equal pixels, or are near-duplicates: the same picture at another compression, for one.
 
     Args:
         images: the images of all sites, of one size.
@@ -622,16 +622,16 @@ def _leave_out_copies(images: Sequence[_SiteImage], names: Sequence[str], displa
         have = "image is" if shared_count == 1 else "images are"
         text = f"{shared_count:,} {have} at more than one site (equal pixels)."
         display.record("copies_found", text, images=shared_count)
-    pairs = find_near_copies([np.stack([image.pixels for image in images])], pixel_hashes)
-    pictures = join_near_copies(pairs, pixel_hashes)  # one hash for each group of copies
+    pairs = find_near_duplicates([np.stack([image.pixels for image in images])], pixel_hashes)
+    pictures = join_near_duplicates(pairs, pixel_hashes)  # one hash for each group of copies
     near_count = _count_shared(images, pictures) - shared_count
     if near_count > 0:
         have = "picture is" if near_count == 1 else "pictures are"
-        text = f"{near_count:,} {have} at more than one site as near copies, such as at another compression."
-        display.record("near_copies_found", text, images=near_count)
+        text = f"{near_count:,} {have} at more than one site as near-duplicates, such as at another compression."
+        display.record("near_duplicates_found", text, images=near_count)
     elif pictures == pixel_hashes:
-        # Too many near copies to be copies of single pictures, such as frames of a video.
-        for note in describe_near_copies(pairs, len(images)):
+        # Too many near-duplicates to be copies of single pictures, such as frames of a video.
+        for note in describe_near_duplicates(pairs, len(images)):
             display.record("data_note", f"{note}.")
     tests = {picture for image, picture in zip(images, pictures, strict=True) if image.subset == "test"}
     validation = {picture for image, picture in zip(images, pictures, strict=True) if image.subset == "validation"}
@@ -644,7 +644,7 @@ def _leave_out_copies(images: Sequence[_SiteImage], names: Sequence[str], displa
             left_out[image.site] += 1
         else:
             used.append(image)
-    how = "equal pixels" if pictures == pixel_hashes else "equal pixels or near copies"
+    how = "equal pixels" if pictures == pixel_hashes else "equal pixels or near-duplicates"
     for site, count in sorted(left_out.items()):
         copies = "image is" if count == 1 else "images are"
         text = f"{names[site]}: {count:,} {copies} left out: copies of images to test on ({how})."

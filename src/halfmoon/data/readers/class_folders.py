@@ -25,7 +25,7 @@ from halfmoon.data.class_names import (
 )
 from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES, find_groups, hash_pixels, merge_equal_images
 from halfmoon.data.images import Images
-from halfmoon.data.near_copies import find_near_copies, join_near_copies
+from halfmoon.data.near_duplicates import find_near_duplicates, join_near_duplicates
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import cache as store
@@ -128,10 +128,10 @@ def _draw_without_copies(
     groups: Sequence[str] | None,
     sides: Sequence[tuple[Mapping[str, Sequence[Path]], Images]],
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]]] | None:
-    """Divide the files into train and test once more if equal images, or near copies, are in both.
+    """Divide the files into train and test once more if equal images, or near-duplicates, are in both.
 
     Copies of training images in the test would make the accuracy too high. The first division is by files, because only
-    decoded images show copies. In the second one, copies are a group, which is never divided. Near copies are grouped
+    decoded images show copies. In the second one, copies are a group, which is never divided. Near-duplicates are grouped
     only if every class then still has images for train and test.
 
     Args:
@@ -148,7 +148,7 @@ def _draw_without_copies(
         readable += remaining_paths([path for class_files in files.values() for path in class_files], images)
         hashes += hash_pixels(images.images)
     train_count = len(sides[0][1])
-    pairs = find_near_copies([images.images for _, images in sides], hashes)
+    pairs = find_near_duplicates([images.images for _, images in sides], hashes)
     paths = [path for group in classes.values() for path in group]
 
     def divide(keys: Sequence[bytes]) -> tuple[dict[str, list[Path]], dict[str, list[Path]]] | None:
@@ -162,7 +162,7 @@ def _draw_without_copies(
 
     if len(pairs):
         with suppress(UserError):
-            return divide(join_near_copies(pairs, hashes))
+            return divide(join_near_duplicates(pairs, hashes))
     return divide(hashes)
 
 

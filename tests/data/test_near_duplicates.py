@@ -1,4 +1,4 @@
-"""Near copies of pictures, at another size or compression, are on one side of a split or counted."""
+"""Near-duplicates of pictures, at another size or compression, are on one side of a split or counted."""
 
 import io
 from pathlib import Path
@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from halfmoon.data import load, near_copies
+from halfmoon.data import load, near_duplicates
 from halfmoon.data.conversion import make_memory_data
 from halfmoon.data.groups import hash_pixels
 from halfmoon.data.memory import load_memory, register
-from halfmoon.data.near_copies import describe_near_copies, find_near_copies, join_near_copies
+from halfmoon.data.near_duplicates import describe_near_duplicates, find_near_duplicates, join_near_duplicates
 from halfmoon.data.preparation import Preparation
 
 
@@ -41,15 +41,15 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", [*COPIES, *OTHERS])
-def test_only_the_same_picture_is_a_near_copy(kind: str) -> None:
+def test_only_the_same_picture_is_a_near_duplicate(kind: str) -> None:
     pictures = make_pictures(6)
     changed = [{**COPIES, **OTHERS}[kind](picture) for picture in pictures]
     images = np.stack([np.asarray(picture) for picture in [*pictures, *changed]])
-    pairs = find_near_copies([images[:6], images[6:]], hash_pixels(images))
+    pairs = find_near_duplicates([images[:6], images[6:]], hash_pixels(images))
     assert pairs.tolist() == ([[row, row + 6] for row in range(6)] if kind in COPIES else [])
 
 
-def test_noise_constant_and_tiny_images_are_no_near_copies() -> None:
+def test_noise_constant_and_tiny_images_are_no_near_duplicates() -> None:
     generator = np.random.default_rng(0)
     for images in (
         generator.integers(0, 256, (50, 32, 32, 3), np.uint8),
@@ -57,22 +57,22 @@ def test_noise_constant_and_tiny_images_are_no_near_copies() -> None:
         generator.integers(100, 103, (50, 32, 32, 1), np.uint8),
         np.repeat(np.asarray(make_pictures(1, 8)[0])[None], 9, 0) + np.arange(9, dtype=np.uint8)[:, None, None, None],
     ):
-        assert len(find_near_copies([images], hash_pixels(images))) == 0
+        assert len(find_near_duplicates([images], hash_pixels(images))) == 0
 
 
-def test_near_copies_are_joined_unless_they_are_many() -> None:
+def test_near_duplicates_are_joined_unless_they_are_many() -> None:
     hashes = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"h", b"i", b"j", b"k", b"l", b"m", b"n", b"o"]
     pairs = np.array([[0, 1], [1, 2]])
-    assert join_near_copies(pairs, hashes) == [b"a", b"a", b"a", *hashes[3:]]
-    assert "3 of 15 images are near copies" in describe_near_copies(pairs, 15)[0]
-    both = describe_near_copies(np.array([[0, 20], [1, 21]]), 20, 10)
-    assert both[1].startswith("2 of 10 test images are near copies of training images")
+    assert join_near_duplicates(pairs, hashes) == [b"a", b"a", b"a", *hashes[3:]]
+    assert "3 of 15 images are near-duplicates" in describe_near_duplicates(pairs, 15)[0]
+    both = describe_near_duplicates(np.array([[0, 20], [1, 21]]), 20, 10)
+    assert both[1].startswith("2 of 10 test images are near-duplicates of training images")
     many = np.array([[0, 1], [2, 3]])
-    assert join_near_copies(many, hashes) == hashes
-    assert "as frames of a video are" in describe_near_copies(many, 15)[0]
+    assert join_near_duplicates(many, hashes) == hashes
+    assert "as frames of a video are" in describe_near_duplicates(many, 15)[0]
 
 
-def test_no_near_copy_of_a_test_image_is_trained_on(tmp_path: Path) -> None:
+def test_no_near_duplicate_of_a_test_image_is_trained_on(tmp_path: Path) -> None:
     """They were on both sides of a split, without a word."""
     pictures = make_pictures(40)
     for row, picture in enumerate(pictures):
@@ -83,16 +83,16 @@ def test_no_near_copy_of_a_test_image_is_trained_on(tmp_path: Path) -> None:
             picture.resize((90, 90)).save(folder / f"{row:02}-large.jpg", quality=80)
     source = load(str(tmp_path), preparation=Preparation((64, 64), 3))
     assert source.notes == (
-        "8 of 44 images are near copies (one picture at several sizes or compressions): all are on one side of a split",
+        "8 of 44 images are near-duplicates (one picture at several sizes or compressions): all are on one side of a split",
     )
     images = [*source.train.images, *source.test.images]
     sides = [0] * len(source.train) + [1] * len(source.test)
-    pairs = find_near_copies([np.stack(images)], hash_pixels(np.stack(images)))
+    pairs = find_near_duplicates([np.stack(images)], hash_pixels(np.stack(images)))
     assert len(pairs) == 4
     assert all(sides[first] == sides[second] for first, second in pairs)
     copies = [compress(picture, 70) for picture in pictures[:4]]
     data = make_memory_data(([*pictures, *copies], [*(row % 2 for row in range(40)), 0, 1, 0, 1]))
-    assert "near copies" in load_memory(register(data)).notes[0]
+    assert "near-duplicates" in load_memory(register(data)).notes[0]
 
 
 def test_frames_of_a_video_are_counted_without_comparing_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +101,11 @@ def test_frames_of_a_video_are_counted_without_comparing_all_pairs(monkeypatch: 
     picture = rng.integers(30, 220, (32, 32, 1))
     frames = (picture + rng.integers(-1, 2, (300, 32, 32, 1))).astype(np.uint8)
     hashes = [bytes([row // 256, row % 256]) for row in range(300)]
-    pairs = find_near_copies([frames], hashes)
-    assert 300 / 2 <= len(pairs) <= 300 * near_copies.NEAREST_CANDIDATES
+    pairs = find_near_duplicates([frames], hashes)
+    assert 300 / 2 <= len(pairs) <= 300 * near_duplicates.NEAREST_CANDIDATES
     assert len(np.unique(pairs)) == 300
     assert (pairs[:, 0] < pairs[:, 1]).all()
-    monkeypatch.setattr(near_copies, "MAX_PAIRS_PER_IMAGE", 1000)
-    every_pair = find_near_copies([frames], hashes)
+    monkeypatch.setattr(near_duplicates, "MAX_PAIRS_PER_IMAGE", 1000)
+    every_pair = find_near_duplicates([frames], hashes)
     assert len(every_pair) > 40_000
     assert set(map(tuple, pairs.tolist())) <= set(map(tuple, every_pair.tolist()))

@@ -1,9 +1,9 @@
-"""Near copies: the same picture at another size or compression, found by small gray thumbnails.
+"""Near-duplicates: the same picture at another size or compression, found by small gray thumbnails.
 
-Thumbnails of 16 x 16 pixels are centered and scaled to length 1. Two images are near copies if their thumbnails differ by at
-most `MAX_DISTANCE`, and their colors and contrasts by little. This finds no pair among the 60,000 images of CIFAR-10 and the
-5,332 of PneumoniaMNIST, and 38 among the 70,000 of Fashion-MNIST, each of one class. Of 1,000 images of CIFAR-10, enlarged to
-256 pixels and then halved or compressed (JPEG 75 to 30), it finds 96 to 100 %.
+Thumbnails of 16 x 16 pixels are centered and scaled to length 1. Two images are near-duplicates if their thumbnails
+differ by at most `MAX_DISTANCE`, and their colors and contrasts by little. This finds no pair among the 60,000 images
+of CIFAR-10 and the 5,332 of PneumoniaMNIST, and 38 among the 70,000 of Fashion-MNIST, each of one class. Of 1,000
+images of CIFAR-10, enlarged to 256 pixels and then halved or compressed (JPEG 75 to 30), it finds 96 to 100 %.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ MIN_SIDE = 16
 """Shorter side in pixels of images that are compared: different smaller ones may have nearly equal pixels."""
 
 MAX_DISTANCE = 0.03
-"""Largest Euclidean distance between the thumbnails of near copies, which have length 1."""
+"""Largest Euclidean distance between the thumbnails of near-duplicates, which have length 1."""
 
 MAX_COLOR_DIFFERENCE = 8.0
-"""Largest difference between the mean values of a channel of near copies, of 255."""
+"""Largest difference between the mean values of a channel of near-duplicates, of 255."""
 
 MIN_CONTRAST = 4.0
 """Smallest standard deviation of a thumbnail that is compared, of 255: below, rounding hides the picture."""
 
 MAX_CONTRAST_RATIO = 1.1
-"""Largest ratio of the contrasts of near copies."""
+"""Largest ratio of the contrasts of near-duplicates."""
 
 LOW_FREQUENCIES = 4
 """Side of the square of lowest frequencies by which candidates are searched."""
@@ -42,11 +42,11 @@ NEAREST_CANDIDATES = 5
 """The number of these nearest candidates."""
 
 MAX_SHARE = 0.2
-"""Share of near copies among all images above which they are rather frames of one video, and are not grouped."""
+"""Share of near-duplicates among all images above which they are rather frames of one video, and are not grouped."""
 
 
-def find_near_copies(parts: Sequence[np.ndarray], hashes: Sequence[bytes]) -> np.ndarray:
-    """Find pairs of different images that are near copies.
+def find_near_duplicates(parts: Sequence[np.ndarray], hashes: Sequence[bytes]) -> np.ndarray:
+    """Find pairs of different images that are near-duplicates.
 
     Args:
         parts: arrays of images, uint8 (N, H, W, C); the images of all parts are numbered one part after the other.
@@ -91,16 +91,16 @@ def find_near_copies(parts: Sequence[np.ndarray], hashes: Sequence[bytes]) -> np
     return near_pairs[np.lexsort((near_pairs[:, 1], near_pairs[:, 0]))]
 
 
-def join_near_copies(pairs: np.ndarray, hashes: Sequence[bytes]) -> list[bytes]:
-    """Give near copies one hash, so that they are grouped like equal images.
+def join_near_duplicates(pairs: np.ndarray, hashes: Sequence[bytes]) -> list[bytes]:
+    """Give near-duplicates one hash, so that they are grouped like equal images.
 
     Args:
-        pairs: the pairs of near copies, from `find_near_copies`.
+        pairs: the pairs of near-duplicates, from `find_near_duplicates`.
         hashes: the hash of each image's pixels.
 
     Returns:
-        The hashes, of which near copies have that of the first of them; unchanged if more than `MAX_SHARE` of the images
-        are near copies of others.
+        The hashes, of which near-duplicates have that of the first of them; unchanged if more than `MAX_SHARE` of the
+        images are near-duplicates of others.
     """
     if len(np.unique(pairs)) > MAX_SHARE * len(hashes):
         return list(hashes)
@@ -116,11 +116,12 @@ def join_near_copies(pairs: np.ndarray, hashes: Sequence[bytes]) -> list[bytes]:
     return [find_root(image_hash) for image_hash in hashes]
 
 
-def describe_near_copies(pairs: np.ndarray, train_count: int, test_count: int = 0) -> list[str]:
-    """Describe in sentences for the user the images that are near copies of others.
+def describe_near_duplicates(pairs: np.ndarray, train_count: int, test_count: int = 0) -> list[str]:
+    """Describe in sentences for the user the images that are near-duplicates of others.
 
     Args:
-        pairs: the pairs of near copies, from `find_near_copies`, of the training images and after them the test images.
+        pairs: the pairs of near-duplicates, from `find_near_duplicates`, of the training images and after them the test
+            images.
         train_count: the number of training images.
         test_count: the number of test images.
     """
@@ -135,10 +136,10 @@ def describe_near_copies(pairs: np.ndarray, train_count: int, test_count: int = 
         ]
     in_both = len(np.unique(pairs[(pairs[:, 0] < train_count) & (pairs[:, 1] >= train_count), 1]))
     where = "" if in_both else ": all are on one side of a split"
-    notes = [f"{near:,} of {count:,} images are near copies (one picture at several sizes or compressions){where}"]
+    notes = [f"{near:,} of {count:,} images are near-duplicates (one picture at several sizes or compressions){where}"]
     if in_both:
         notes.append(
-            f"{in_both:,} of {test_count:,} test images are near copies of training images, so the accuracy is too high: "
+            f"{in_both:,} of {test_count:,} test images are near-duplicates of training images, so the accuracy is too high: "
             "remove them from one of the two"
         )
     return notes
