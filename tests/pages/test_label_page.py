@@ -147,7 +147,7 @@ def test_suggestions_are_hidden_until_requested(browser: Any, page: str) -> None
     open_page(browser, page)
     assert not browser.find_element("id", "suggest").is_selected()
     assert not browser.find_element("id", "suggestion").is_displayed()
-    requested = "return performance.getEntriesByType('resource').filter((e) => e.name.includes('/guess/')).length"
+    requested = "return performance.getEntriesByType('resource').filter((e) => e.name.includes('/prediction/')).length"
     assert browser.execute_script(requested) == 0
     press_keys(browser, "m")
     wait_until(lambda: browser.find_element("id", "suggestion").text.startswith("The model predicts "))

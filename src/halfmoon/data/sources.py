@@ -421,24 +421,30 @@ def _read_parquet(
     Returns:
         Training images, test images, and class names if the files have them.
     """
-    rgb = info is not None and info.gray  # some images of the data set are gray, and are converted to RGB
-    # Decoded images are cached; this distinguishes different pixels and labels of the same files.
-    cache_id = f"{'rgb' if rgb else ''}{preparation.cache_id}"
+    # Some images of a known color data set are gray files.
+    convert_to_rgb = info is not None and info.gray
+    # Decoded images are cached under the files and this text, which differs where their pixels or labels would differ.
+    cache_id = f"{'rgb' if convert_to_rgb else ''}{preparation.cache_id}"
     tests, selection_note = _find_test_shards(folder, test, info)
     text_classes = parquet.read_text_classes(files)
     if text_classes is not None:
-        confirmation = f"name all classes in {folder / class_folders.CLASSES_FILE}, one a line"
-        confirmed = class_folders.read_confirmed_names(folder)
-        refuse_near_equal(text_classes, f"{files[0]}, column of labels", confirmed, confirmation)
-        cache_id += repr(text_classes)  # the labels of the test files are numbers of the training files' names
+        # Names like "cat" and "Cat" are refused, unless the user lists both in classes.txt.
+        listed_names = class_folders.read_confirmed_names(folder)
+        how_to_confirm = f"name all classes in {folder / class_folders.CLASSES_FILE}, one a line"
+        refuse_near_equal(text_classes, f"{files[0]}, column of labels", listed_names, how_to_confirm)
+        # A label is stored as the number of its name among the names of the training files, in test files as well.
+        cache_id += repr(text_classes)
 
-    def read(paths: list[Path]) -> store.Decoded:
-        return store.load_or_decode(
-            cache, paths, lambda into: parquet.read_parquet(paths, rgb, preparation, into, text_classes), cache_id
-        )
+    def load(paths: list[Path]) -> store.Decoded:
+        """Load the decoded images of these files from the cache, or decode and store them."""
 
-    train, classes = read(files)
-    test_images, _ = read(tests)
+        def decode(destination: Path | None) -> store.Decoded:
+            return parquet.read_parquet(paths, convert_to_rgb, preparation, destination, text_classes)
+
+        return store.load_or_decode(cache, paths, decode, cache_id)
+
+    train, classes = load(files)
+    test_images, _ = load(tests)
     return train, replace(test_images, selection_note=selection_note), classes
 
 

@@ -68,6 +68,7 @@ def _jpeg_sizes(data: bytes) -> Iterator[tuple[int, int, int]]:
         else:
             (length,) = struct.unpack_from(">H", data, position + 2)  # ">H": an unsigned big-endian 16-bit integer
             if marker in _FRAME_MARKERS and position + 10 <= len(data):
+                # Marker (2 bytes), length (2), bits of a sample (1), height (2), width (2), channels (1).
                 height, width, channels = struct.unpack_from(">HHB", data, position + 5)
                 yield height, width, channels
             position += 2 + max(2, length)  # the length counts its own two bytes

@@ -289,7 +289,8 @@ def compute_aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: fl
     """
     # float64: rounding errors would grow over the many steps.
     appu = appu.double()
-    weights = torch.full_like(appu[:, 0], 1 / len(appu))
+    clients, classes = appu.shape
+    weights = torch.full_like(appu[:, 0], 1 / clients)
     logits = torch.zeros_like(weights)
     if dma == "uniform":
         return weights
@@ -299,9 +300,9 @@ def compute_aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: fl
             gradient = _gradient(lambda w: distance_from_uniform(w, appu), weights)
             weights = (weights - lr * gradient).softmax(0)
         elif dma == "released":
-            # The released loss is the mean of squares. Nesterov momentum in its first step multiplies the gradient by
-            # 1 + 0.9.
-            gradient = _gradient(lambda w: distance_from_uniform(w, appu).square() / appu.shape[1], weights)
+            # The released loss is the mean over classes of squared differences. Nesterov momentum in its first step
+            # multiplies the gradient by 1 + 0.9.
+            gradient = _gradient(lambda w: distance_from_uniform(w, appu).square() / classes, weights)
             with_decay = gradient + RELEASED_WEIGHT_DECAY * weights
             weights = (weights - RELEASED_NESTEROV_FACTOR * lr * with_decay).softmax(0)
         else:

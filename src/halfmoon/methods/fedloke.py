@@ -235,12 +235,12 @@ class FedLoKeClient(ClientUpdate):
             x=batch.x_views[labeled_view], u={"weak": batch.u[weak_view], "strong": batch.u[strong_view]}
         )
 
-        def outputs(params: Tree) -> mutual.Outputs:
+        def forward_pass(params: Tree) -> mutual.Outputs:
             """Split the outputs into those to differentiate and auxiliary ones."""
             labeled_logits, strong, weak, moments = forward_weak_and_strong(self.task, params, model["stats"], views)
             return (labeled_logits, strong), (weak, moments)
 
-        return mutual.run_model(outputs, model["params"])
+        return mutual.run_and_record(forward_pass, model["params"])
 
 
 ROWS = (

@@ -142,15 +142,16 @@ class FMLClient(ClientUpdate):
         """Run a model on a minibatch's labeled and unlabeled images, and record the pass for its gradient.
 
         Args:
-            model: "params" and "stats" (running batch-norm statistics).
+            model: the model, of which "params" are used: batch normalization uses the statistics of the minibatch.
             batch: labeled images x, labels y, views u of unlabeled images; x_real and u_real mask padding.
 
         Returns:
-            Logits, and the detached logits of unlabeled images as the prediction that teaches the other model.
+            Logits, the detached logits of unlabeled images as the prediction that teaches the other model, the batch
+            statistics, and the recorded pass.
         """
         groups = (batch.x, *(batch.u[name] for name in self.requirements.views))
 
-        def outputs(params: Tree) -> mutual.Outputs:
+        def forward_pass(params: Tree) -> mutual.Outputs:
             joint = self.task.statistics == "joint"
             real = batch.masks(views=len(self.requirements.views))
             logits, _, moments = forward(self.task.network, params, joint, groups, real=real)
@@ -159,7 +160,7 @@ class FMLClient(ClientUpdate):
             unlabeled = logits[1] if self.requirements.views else labeled[:0]
             return (labeled, unlabeled), (unlabeled.detach(), moments)
 
-        return mutual.run_model(outputs, model["params"])
+        return mutual.run_and_record(forward_pass, model["params"])
 
     def _mutual_loss(
         self, teacher: mutual.ModelOutputs, batch: Batch, share: float

@@ -68,8 +68,14 @@ def as_pseudo_labels(logits: Tensor, weight: Tensor) -> PseudoLabels:
     return PseudoLabels(label, confidence, weight)
 
 
-def run_model(forward: Callable[[Tree], Outputs], params: Tree) -> ModelOutputs:
-    """Compute the outputs of a model, and store what their gradient needs."""
+def run_and_record(forward: Callable[[Tree], Outputs], params: Tree) -> ModelOutputs:
+    """Compute a model's outputs, and record the forward pass, so that their gradient needs no second one.
+
+    Args:
+        forward: computes, from parameters, the logits (labeled, unlabeled) to differentiate, and (prediction, moments),
+            which are not differentiated.
+        params: the model's parameters.
+    """
     (labeled, unlabeled), backward, (prediction, moments) = vjp(forward, params)
     return ModelOutputs(labeled, unlabeled, prediction, moments, backward)
 

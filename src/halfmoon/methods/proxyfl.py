@@ -145,7 +145,7 @@ def tune_classifier(
 
     Args:
         mean: the averaged classifier's weight, (C classes, F features).
-        rows: the classifiers of M clients, (M, C, F).
+        rows: the weights of the classifiers of M clients, (M, C, F), whose M C rows are the training points.
         passes: passes over all M C rows.
         lr: learning rate.
         batch: rows in a batch.
@@ -155,6 +155,7 @@ def tune_classifier(
         The tuned classifier, (C, F).
     """
     classes, features = mean.shape
+    # A row must be nearer to its class than to any other by this distance.
     margin = compute_margin(mean)
     points = rows.reshape(-1, features)
     labels = torch.arange(classes).repeat(len(rows))
@@ -172,7 +173,10 @@ def compute_margin(mean: Tensor) -> float:
 
 
 def compute_tuning_gradient(mean: Tensor, points: Tensor, labels: Tensor, margin: float) -> Tensor:
-    """Compute the gradient of CE(c, softmax_k(-|r - W_k| - margin [k = c])) in W in closed form, the mean over rows r.
+    """Compute the gradient of ProxyFL's tuning loss in W in closed form.
+
+    The loss is the mean over points r, of class c, of the cross-entropy of the logits z_k = -|r - W_k|, where z_c is
+    reduced by the margin.
 
     Args:
         mean: the classifier W, (C, F).
@@ -186,7 +190,8 @@ def compute_tuning_gradient(mean: Tensor, points: Tensor, labels: Tensor, margin
     difference = mean - points[:, None]  # (b, C, F)
     distance = euclidean_norm(difference, dim=-1)
     target = (labels[:, None] == torch.arange(len(mean))).to(mean.dtype)
-    # The logits are minus the distances, so their gradient, softmax - target, changes its sign.
+    # The gradient of a cross-entropy in its logits is softmax - target. The logits are the negative distances, so the
+    # gradient in the distances is target - softmax.
     distance_gradient = target - (-distance - margin * target).softmax(-1)
     # A distance of 0 has no gradient: the difference is 0, and 0 after the division too.
     unit = difference / distance.clamp_min(MIN_DISTANCE)[..., None]

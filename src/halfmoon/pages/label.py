@@ -278,11 +278,11 @@ class LabelPage(FolderPage):
         """Build the web app of the labeling page from its endpoints, in addition to those of all pages."""
         gets = {
             "/queue": self.get_queue,
-            "/guess/{row}": self.get_prediction,
+            "/prediction/{row}": self.get_prediction,
             "/similar/{row}": self.get_similar,
         }
         posts = {
-            "/doubt": self.post_undecided,
+            "/undecided": self.post_undecided,
             "/note": self.post_note,
             "/train": self.post_train,
         }

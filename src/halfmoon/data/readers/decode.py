@@ -284,9 +284,11 @@ def convert_channels(
         UserError: If the mode cannot be converted, or the range of its values is unknown (32 bits).
     """
     mode = "L" if channels == 1 else "RGB"
-    # A given window replaces the table or sigmoid, so it applies to the values before these, which are a second image.
+    # A given window replaces a DICOM file's table or sigmoid, so it applies to the values before that step. The reader
+    # of DICOM files attaches those as a second image.
     image = choose_windowed_image(image, window)
     if has_over_8_bits(image):
+        # The window is given in real values, but the image has stored ones.
         stored_window = compute_stored_window(image, window)
         image = Image.fromarray(to_eight_bits(read_values(image), stored_window, location))
     try:
@@ -400,7 +402,8 @@ def check_skipped(skipped: Sequence[SkippedImage], count: int, preparation: Prep
     Raises:
         UserError: If more than `MAX_SKIPPED_SHARE` were left out without `skip_unreadable`, or all of them.
     """
-    if not skipped or (preparation.skip_unreadable and len(skipped) < count):
+    all_skipped = 0 < len(skipped) == count
+    if not all_skipped and preparation.skip_unreadable:
         return
     if len(skipped) <= MAX_SKIPPED_SHARE * count:
         return
@@ -414,7 +417,7 @@ def check_skipped(skipped: Sequence[SkippedImage], count: int, preparation: Prep
     listed = "; ".join(reasons[:MAX_LISTED])
     more = f" and {len(skipped) - MAX_LISTED:,} more" if len(skipped) > MAX_LISTED else ""
     message = f"{listed}{more}. {len(skipped):,} of {count:,} images cannot be read"
-    if len(skipped) == count:
+    if all_skipped:
         raise UserError(f"{message}; replace them.")
     raise UnreadableImagesError(
         message, option="skip_unreadable", hint="replace or remove them, or leave them out with {skip_unreadable}."

@@ -205,7 +205,7 @@ const doubt = () => act(async () => {
   next();
 });
 
-const doubted = (at, on) => ask("doubt", { row: at, on, by: data.name ?? "", since: data.facts.version });
+const doubted = (at, on) => ask("undecided", { row: at, on, by: data.name ?? "", since: data.facts.version });
 
 const undo = () => act(async () => {
   const last = done.at(-1);
@@ -238,7 +238,7 @@ async function suggest() {
   place.hidden = !byId("suggest").checked || row < 0;
   if (place.hidden) return draw();
   const at = row;
-  const { label, probability } = await ask(`guess/${at}`).catch(() => ({ label: "" }));
+  const { label, probability } = await ask(`prediction/${at}`).catch(() => ({ label: "" }));
   if (at !== row || !byId("suggest").checked) return;
   data.suggested = label;
   place.textContent = label ? `The model predicts ${label}, ${percent(probability)}.` : "The model has no prediction for this image.";
