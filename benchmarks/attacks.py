@@ -169,7 +169,8 @@ class Forgers:
 
 def uneven(split: Split, seed: int) -> Split:
     """Return a split in which the last site has most images, and the first ones hardly any."""
-    client, generator = split.client.copy(), np.random.default_rng(rng.derive_seed(seed, "uneven"))
+    client = split.client.copy()
+    generator = np.random.default_rng(rng.derive_seed(seed, "uneven"))
     for site in range(split.clients - 1):
         for labeled in (True, False):
             rows = split.rows(site, labeled)
@@ -187,24 +188,29 @@ def patched(images: Tensor) -> Tensor:
 
 def measure_cell(cell: Cell, folder: Path | None) -> dict[str, Any]:
     """Run a cell; return its accuracy and how often images with a patch get the class of the back door, in percent."""
-    began, n, classes = time.process_time(), cell.sites, 2 if cell.data == "pneumonia_mnist" else 10
+    began = time.process_time()
+    n = cell.sites
+    classes = 2 if cell.data == "pneumonia_mnist" else 10
     config = Config(
         method=cell.method, data=cell.data, data_dir=folder, clients=n, cohort=n, dirichlet_alpha=0.5,
         labels_per_class=cell.labels / classes / n,
         setting="iid-dir" if cell.setting == "iid-dir" else "dir-dir", steps=STEPS, rounds=ROUNDS, seed=cell.seed,
         split_seed=cell.seed, device="cpu", threads=1, network="small",
     )  # fmt: skip
-    shared, method = factory.build_problem(config), factory.build_method(config)
+    shared = factory.build_problem(config)
+    method = factory.build_method(config)
     split = uneven(shared.split, cell.seed) if cell.setting == "uneven" else shared.split
     hostile = 0 if cell.attack == "none" else max(1, n // 5)
     train = shared.train
     if cell.attack == "back door":
-        images, labels = train.images.clone(), train.labels.clone()
+        images = train.images.clone()
+        labels = train.labels.clone()
         for site in range(hostile):
             for labeled in (True, False):
                 rows = split.rows(site, labeled)
                 rows = rows[: math.ceil(0.05 * len(rows))]
-                images[rows], labels[rows] = patched(images[rows]), 0
+                images[rows] = patched(images[rows])
+                labels[rows] = 0
         train = Examples(images, labels)
     label_flippers = frozenset(range(hostile) if cell.attack == "label flip" else ())
     training = Training(shared.batching, build_budget(config, shared.task), shared.server_batching, VmapExecutor())
@@ -448,7 +454,8 @@ def main() -> None:
     if options.search:
         search(options)
         return
-    lines, page = options.out.with_suffix(".jsonl.gz"), options.out.with_suffix(".md")
+    lines = options.out.with_suffix(".jsonl.gz")
+    page = options.out.with_suffix(".md")
     rows = records.read_lines(lines)
     done = {Cell(*(row[name] for name in Cell._fields if name in row)) for row in rows}
     for sites in options.sites:

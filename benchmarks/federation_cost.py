@@ -64,7 +64,10 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import TIMINGS
 
 MODELS = {"small, width 16": ("small", 16), "ResNet-9, width 16": ("resnet9", 16)}
-SITES, BATCH, LR, SIDE = 3, 10, 0.05, 16
+SITES = 3
+BATCH = 10
+LR = 0.05
+SIDE = 16
 STOCK = ("federation_stock:server", "federation_stock:client")
 
 
@@ -104,7 +107,8 @@ class Plan:
 
 def check(file: Path, name: str, width: int) -> None:
     """Raise ValueError if stock Flower's network and halfmoon's have other logits with the same weights."""
-    config, form = load_plan(file).config, load_plan(file).terms.image_spec
+    config = load_plan(file).config
+    form = load_plan(file).terms.image_spec
     model = build_task(config, form).network.init(rng.generator(0, "model"))
     flower_network = NETWORKS[name](width).eval()
     leaves = iter(tree.leaves(model["params"]))

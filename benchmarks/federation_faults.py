@@ -353,7 +353,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("results/federation_faults"))
     options = parser.parse_args()
-    file, written = options.out.with_suffix(".json.gz"), options.out.with_suffix(".md")
+    file = options.out.with_suffix(".json.gz")
+    written = options.out.with_suffix(".md")
     before = records.read_json(file) or {"faults": {}}
     outcomes = {name: FaultOutcome(**row) for name, row in before["faults"].items() if name in FAULTS}
     command = f"python benchmarks/{Path(__file__).name}"

@@ -39,7 +39,8 @@ from halfmoon.runs.factory import build_task
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import TIMINGS
 
-DELAY, RATE = 0.02, 1e6 / 8
+DELAY = 0.02
+RATE = 1e6 / 8
 """Seconds of delay each way, and bytes a second in each direction."""
 
 COUNTING = """\
@@ -97,7 +98,8 @@ class Line:
     """One direction of the link: bytes leave one after the other at `RATE`, and arrive `DELAY` later."""
 
     def __init__(self) -> None:
-        self.free, self.bytes = 0.0, 0
+        self.free = 0.0
+        self.bytes = 0
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         clock = asyncio.get_running_loop()
@@ -119,7 +121,10 @@ class Proxy:
     """A proxy that sites join in place of their server; `broadcast` and `upload` are its two lines."""
 
     def __init__(self, port: int, server: int) -> None:
-        self.port, self.server, self.down, self.up = port, server, Line(), Line()
+        self.port = port
+        self.server = server
+        self.down = Line()
+        self.up = Line()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -189,7 +194,8 @@ class Found:
 
 def necessary(file: Path) -> int:
     """Return the bytes that a round has to carry: the model to every site, and an update of its size back."""
-    config, form = load_plan(file).config, load_plan(file).terms.image_spec
+    config = load_plan(file).config
+    form = load_plan(file).terms.image_spec
     model = build_task(config, form).network.init(rng.generator(0, "model"))
     return 2 * SITES * tree.nbytes(model)
 
@@ -218,7 +224,8 @@ def run_federation(here: BenchmarkProcesses, name: str, scene: Scene) -> Found:
     here = replace(here, more={**here.more, "PYTHONPATH": os.pathsep.join(paths)})
     plan = Plan(scene.network, scene.width, scene.rounds, scene.steps, folder)
     file = plan.sites(here)
-    run, port = folder / "served", free_port()
+    run = folder / "served"
+    port = free_port()
     proxy = Proxy(free_port(), port)
     marks: dict[int, Mark] = {}
     memory = [0.0]
@@ -245,7 +252,8 @@ def run_federation(here: BenchmarkProcesses, name: str, scene: Scene) -> Found:
     found = Found(necessary(file), seconds(run)[1:], slowest[1:], memory=memory)
     last = max(marks)
     if 1 in marks and last > 1:
-        first, final = marks[1], marks[last]
+        first = marks[1]
+        final = marks[last]
         times = [float(line) for line in requests_log.read_text().splitlines()]
         found.requests.append(sum(first.time <= each < final.time for each in times) / (last - 1))
         found.processor.append((final.processor - first.processor) / (last - 1))
@@ -269,7 +277,8 @@ def loopback_row(name: str, found: Found) -> str:
 
 def slow_row(name: str, found: Found) -> str:
     """Return a line of the table on the slow link."""
-    whole, computing = statistics.median(found.rounds), statistics.median(found.computing)
+    whole = statistics.median(found.rounds)
+    computing = statistics.median(found.computing)
     link = found.necessary / RATE + 2 * DELAY
     wire = "" if found.wire is None else f"{found.wire / 1e6:.3f}"
     share = "" if found.wire is None else f"{found.wire / found.necessary:.3f}"

@@ -18,7 +18,8 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
 
-MEAN, STD = 0.5, 0.25
+MEAN = 0.5
+STD = 0.25
 
 client = ClientApp()
 server = ServerApp()
@@ -77,13 +78,16 @@ def train(message: Message, context: Context) -> Message:
     model = network(context)
     model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     held = np.load(str(context.node_config["images"]))
-    images, labels = torch.from_numpy(held["images"]), torch.from_numpy(held["labels"])
+    images = torch.from_numpy(held["images"])
+    labels = torch.from_numpy(held["labels"])
     optimizer = torch.optim.SGD(model.parameters(), lr)
-    total, order = 0.0, torch.zeros(0, dtype=torch.int64)
+    total = 0.0
+    order = torch.zeros(0, dtype=torch.int64)
     for _ in range(int(steps)):
         while len(order) < batch:
             order = torch.cat([order, torch.randperm(len(labels))])
-        rows, order = order[: int(batch)], order[int(batch) :]
+        rows = order[: int(batch)]
+        order = order[int(batch) :]
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model((images[rows] / 255 - MEAN) / STD), labels[rows])
         loss.backward()
@@ -123,7 +127,8 @@ def size(message: Message) -> int:
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds, and record when each ended."""
-    sites, rounds = int(context.run_config["sites"]), int(context.run_config["rounds"])
+    sites = int(context.run_config["sites"])
+    rounds = int(context.run_config["rounds"])
     times = Path(str(context.run_config["times"]))
     strategy = Counted(fraction_evaluate=0.0, min_train_nodes=sites, min_available_nodes=sites)
 

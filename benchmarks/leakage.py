@@ -47,10 +47,15 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.runs.budgets import build_budget
 from halfmoon.runs.factory import Problem, build_batch_rules, build_method, build_problem
 
-CLIENTS, COHORT = 20, 10
-CLIP, NOISE = 1.0, 1.0
+CLIENTS = 20
+COHORT = 10
+CLIP = 1.0
+NOISE = 1.0
 """With differential privacy: the clip norm of an update, and the noise on the sum in units of it."""
-POOL, TRIALS, ATTEMPTS, STEPS = 50, 10, 8, 500
+POOL = 50
+TRIALS = 10
+ATTEMPTS = 8
+STEPS = 500
 ROUNDS = (0, 4, 19)
 """Rounds, from 0, whose updates are attacked."""
 METHODS = ("feddure", "fedavg-fixmatch", "fedavg")
@@ -107,7 +112,10 @@ class Recorder:
     """Record the model that a simulation sends to clients, and the update of each client."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self.simulation, self.broadcast, self.updates, self.clients = simulation, {}, [], []
+        self.simulation = simulation
+        self.broadcast = {}
+        self.updates = []
+        self.clients = []
         self.original_query = simulation.query
         simulation.query = self.query  # type: ignore[method-assign]
         simulation.average = self.average  # type: ignore[method-assign]
@@ -122,8 +130,10 @@ class Recorder:
     ) -> Upload:
         """Run the query, and record it."""
         upload = self.original_query(client_update, broadcast, per_client, clients)
-        before, after = tree.flatten({"params": broadcast["params"]}), tree.flatten({"params": upload.update["params"]})
-        self.broadcast, self.clients = broadcast, self.simulation.responders.tolist()
+        before = tree.flatten({"params": broadcast["params"]})
+        after = tree.flatten({"params": upload.update["params"]})
+        self.broadcast = broadcast
+        self.clients = self.simulation.responders.tolist()
         self.updates = [{path: after[path][k] - before[path] for path in before} for k in range(len(self.clients))]
         return upload
 
@@ -175,8 +185,10 @@ class Candidates:
     """Images whose membership is inferred: their losses under the model sent to clients, and their gradients."""
 
     def __init__(self, shared: Problem, broadcast: Tree, examples: Examples) -> None:
-        self.network, self.params = shared.task.network, broadcast["params"]
-        self.x, self.y = shared.task.normalize(examples.images), examples.labels
+        self.network = shared.task.network
+        self.params = broadcast["params"]
+        self.x = shared.task.normalize(examples.images)
+        self.y = examples.labels
         self.before = self.losses(self.params)
         one = torch.func.vmap(torch.func.grad(self.loss), (None, 0, 0))
         chunks = [one(self.params, x, y) for x, y in zip(self.x.split(256), self.y.split(256), strict=True)]
@@ -301,7 +313,8 @@ def compare_images(
     for row, label in enumerate(labels):
         distance[row, labels != label] = 1e6  # each label has an image that was searched for
     rows, columns = linear_sum_assignment(distance.numpy())
-    errors, hits = [], []
+    errors = []
+    hits = []
     everything = pixels(normalize(shared.train.images))
     for row, column in zip(rows, columns, strict=True):
         errors.append(float((reconstructed[row] - truth[column]).square().mean().sqrt()))
@@ -329,7 +342,8 @@ def main() -> None:
     one = replace(
         base, method="fedavg", optimizer="sgd", lr=0.1, labeled_view="plain", labeled_batch=2, steps=1, norm="none"
     )
-    eight, few = replace(one, labeled_batch=8), max(1, options.trials // 2)
+    eight = replace(one, labeled_batch=8)
+    few = max(1, options.trials // 2)
     real = replace(eight, steps=10, optimizer="adam", lr=1e-3, labeled_view="cutout")
     attempts: Sequence[tuple[Config, int, int, str]] = (
         (one, 1, options.trials, "1 image, one step of SGD, no normalization, no augmentation"),

@@ -71,7 +71,8 @@ from halfmoon.storage.state_store import StateView, TreeStore
 
 MIB = 2**20
 COHORT = 10
-FEW, MANY = 100, 1_000_000
+FEW = 100
+MANY = 1_000_000
 """Registered clients."""
 TRAINED_BEFORE = 100, 100_000
 """Clients with a memory."""
@@ -144,7 +145,8 @@ def build_simulation(
 def measure_registered(rounds: int) -> dict[str, Any]:
     """Measure a round and a split with few and with many registered clients."""
     labels = np.arange(2 * MANY) % 10
-    splits, seconds = {}, {}
+    splits = {}
+    seconds = {}
     for clients in (FEW, MANY):
         start = time.perf_counter()
         scenario = Scenario("iid-iid", clients=clients, labels_per_class=None, label_ratio=0.5)

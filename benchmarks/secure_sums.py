@@ -36,7 +36,9 @@ from halfmoon.federation.site.site_keys import KeyFiles, KnownKeys
 from halfmoon.methods.averaging import average_uploads
 from halfmoon.storage import atomic_io
 
-FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
+FEDERATION = "f" * 64
+RUN = "0" * 32
+VERSION = "0.1.0"
 
 
 @dataclass
@@ -114,8 +116,10 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     replies = plain.send_requests(dict.fromkeys(names, request), {}, "")
     average_uploads(stack([Upload.from_tree(reply.upload) for reply in replies.values()]))
     spent = time.process_time() - start
-    row.plain_site_seconds, row.plain_server_seconds = plain.seconds / remaining, spent - plain.seconds
-    row.plain_up, row.plain_down = plain.received / remaining, plain.sent / remaining
+    row.plain_site_seconds = plain.seconds / remaining
+    row.plain_server_seconds = spent - plain.seconds
+    row.plain_up = plain.received / remaining
+    row.plain_down = plain.sent / remaining
 
     transport = Transport(folder, sites, upload, set(range(dropped)))
     keys = {}
@@ -127,8 +131,10 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     )
     sum.total(transport.send_requests(sum.start(), sum_spec(sum_layout(make_tree_spec(upload))), "it"))
     spent = time.process_time() - start
-    row.site_seconds, row.server_seconds = transport.seconds / remaining, spent - transport.seconds
-    row.up, row.down = transport.received / remaining, transport.sent / remaining
+    row.site_seconds = transport.seconds / remaining
+    row.server_seconds = spent - transport.seconds
+    row.up = transport.received / remaining
+    row.down = transport.sent / remaining
     row.notes = len(next((folder / names[-1] / RUN / SUMS_FOLDER).glob("*.json")).read_bytes())
     return row
 

@@ -43,7 +43,8 @@ def written(folder: Path, images: int, side: int) -> None:
 def opened(images: int, side: int) -> tuple[float, float]:
     """Return the median seconds to read the folder, and to make the site's tensors of what was decoded."""
     with tempfile.TemporaryDirectory() as place:
-        folder, home = Path(place, "site"), Path(place, "home")
+        folder = Path(place, "site")
+        home = Path(place, "home")
         written(folder, images, side)
         prepare_site(folder, (side, side), 1, home)
         form = ImageSpec((1, side, side), CLASSES, False, (0.5,), (0.25,))

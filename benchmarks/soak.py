@@ -43,14 +43,16 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 SITES = tuple(f"site-{number:02}" for number in range(5))
-SLOW, SHIFTED = SITES[1], SITES[2]
+SLOW = SITES[1]
+SHIFTED = SITES[2]
 EXPORT = ("site", "export", "digits", "--sites", str(len(SITES)), "--labels-per-class", "4")
 OPTIONS = {
     "method": "fedavg-soft-labels", "steps": 4, "labeled_batch": 8, "unlabeled_batch": 16, "width": 8,
     "aggregation": "cosine",
 }  # fmt: skip
 RULES = {"min_replies": len(SITES), "absence": 900.0, "attempts": 1000}
-PAUSE, SAMPLE = (45.0, 100.0), 10.0
+PAUSE = (45.0, 100.0)
+SAMPLE = 10.0
 """Seconds between two disturbances, and between two samples of memory."""
 
 
@@ -93,7 +95,8 @@ class Soak(Federation):
         self.clock.write_text("0")
 
     def start(self, who: str) -> None:
-        port, self.port = self.port, self.links[who].server_address[1] if who in self.links else self.port
+        port = self.port
+        self.port = self.links[who].server_address[1] if who in self.links else self.port
         paths = [str(Path(__file__).parent / "misbehaving"), os.environ.get("PYTHONPATH", "")]
         spoilt = {"MISBEHAVE": "slow", "MISBEHAVE_SECONDS": str(self.seconds)} if who == SLOW else {}
         spoilt = {"MISBEHAVE": "clock", "MISBEHAVE_CLOCK": str(self.clock)} if who == SHIFTED else spoilt
@@ -119,7 +122,8 @@ class Soak(Federation):
 
 def disturb(fed: Soak, draw: random.Random) -> str:
     """Disturb the federation once, and return a description."""
-    who, kind = draw.choice(SITES), draw.choice(("kill", "kill", "kill", "cut", "stand", "clock"))
+    who = draw.choice(SITES)
+    kind = draw.choice(("kill", "kill", "kill", "cut", "stand", "clock"))
     if kind == "cut":
         seconds = draw.choice((3, 10, 30, 90))
         fed.links[who].cut = True
@@ -237,7 +241,9 @@ def chart(samples: list[dict[str, Any]], events: list[dict[str, Any]], path: Pat
 
 def format_page(record: dict[str, Any]) -> str:
     """Format the page of results."""
-    machine_, memory, files = record["machine"], record["memory"], record["files"]
+    machine_ = record["machine"]
+    memory = record["memory"]
+    files = record["files"]
     largest = max((last / middle - 1 for middle, last in memory.values()), default=0.0)
     kinds: dict[str, int] = {}
     for event in record["events"]:
@@ -297,7 +303,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="halfmoon-soak-") as name, interruptible():
         folder = Path(name)
         export(*EXPORT, out=folder / "sites")
-        file, straight = folder / "sites" / "federation.toml", folder / "straight"
+        file = folder / "sites" / "federation.toml"
+        straight = folder / "straight"
         written(folder / "sites", {**OPTIONS, "rounds": options.rounds})
         file.write_text(file.read_text() + "".join(f"{name} = {value}\n" for name, value in RULES.items()))
         start = time.monotonic()

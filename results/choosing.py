@@ -163,7 +163,8 @@ def report() -> None:
     """Write the tables into choosing.md, and the numbers behind them."""
     names = ("data", "place", "part", "row", "seeds", "last", "deviation", "floor", "floor_half", "control",
              "control_half", "fixmatch", "fixmatch_half", "forward", "bytes")  # fmt: skip
-    page, sheets = TABLE.read_text(), []
+    page = TABLE.read_text()
+    sheets = []
     for data, place, (part, words) in itertools.product(SETS, PLACES, PARTS.items()):
         rows = table(data, place, part)
         begin = f"<!-- table: {data}, {place}{words} -->\n"

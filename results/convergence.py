@@ -110,7 +110,9 @@ class MeasuredRun:
 
     def norms(self, server: Tree) -> dict[str, float]:
         """Return the three squared norms at a global model."""
-        network, normalize, params = self.task.network, self.task.normalize, server["params"]
+        network = self.task.network
+        normalize = self.task.normalize
+        params = server["params"]
         total = float(sum(local.labeled for local in self.locals))
         theorem_gradient = tree.zeros_like(params)
         labeled_gradient = tree.zeros_like(params)
@@ -118,10 +120,13 @@ class MeasuredRun:
             broadcast = {"params": params, "stats": server["stats"], "gate": torch.ones(())}
             memory = self.runtime.memories.get(str(client))
             memory = memory or create_first_memory(self.client_update, broadcast, self.seed, client)
-            regulator, x, u = memory["regulator"]["params"], normalize(local.x), normalize(local.u)
+            regulator = memory["regulator"]["params"]
+            x = normalize(local.x)
+            u = normalize(local.u)
 
             def coarse_loss(phi: Tree, theta: Tree, u: torch.Tensor = u, regulator: Tree = regulator) -> torch.Tensor:
-                soft, z = network.train(theta, u)[0].softmax(-1), network.train(phi, u)[0]
+                soft = network.train(theta, u)[0].softmax(-1)
+                z = network.train(phi, u)[0]
                 return (compute_instance_weights(regulator, z, "logits") * -(soft * z.log_softmax(-1)).sum(-1)).mean()
 
             def loss(theta: Tree, x: torch.Tensor = x, y: torch.Tensor = local.y) -> torch.Tensor:
@@ -146,7 +151,8 @@ def slope(values: np.ndarray, first: int) -> str:
     `values` is (seeds, horizons).
     """
     slopes = np.polyfit(np.log(HORIZONS[first:]), np.log(values[:, first:]).T, 1)[0]
-    mean, half = slopes.mean(), special.stdtrit(len(slopes) - 1, 0.975) * slopes.std(ddof=1) / len(slopes) ** 0.5
+    mean = slopes.mean()
+    half = special.stdtrit(len(slopes) - 1, 0.975) * slopes.std(ddof=1) / len(slopes) ** 0.5
     return f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
 
 
@@ -164,7 +170,8 @@ def report(rows: list[dict[str, Any]], out: Path) -> None:
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for n, horizon in enumerate(HORIZONS):
-        curve, shade = curves["theorem", horizon], str(0.75 * (1 - n / len(HORIZONS)))
+        curve = curves["theorem", horizon]
+        shade = str(0.75 * (1 - n / len(HORIZONS)))
         rounds = np.linspace(0, horizon, curve.shape[1])
         left.semilogy(rounds / horizon, curve.mean(0), color=shade, label=f"T = {horizon}")
     left.set(xlabel="t / T", ylabel="mean of the seeds", title="Eq. 11's squared norm")

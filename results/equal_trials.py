@@ -43,7 +43,8 @@ KNOBS = {
 """Two options of each method beside the learning rate."""
 VIEWS: dict[str, dict[str, Any]] = {"fedloke": {"strong_view": "fedloke"}}
 """The strong view of a method's paper, where it is not FedDure's, the default."""
-FLOOR, CONTROL = "fedavg", "fedavg-control"
+FLOOR = "fedavg"
+CONTROL = "fedavg-control"
 
 
 def run_trials(data: str, trials: int, seeds: list[int], runs: Path, folder: Path | None, **changes: Any) -> None:
@@ -89,7 +90,8 @@ def report() -> None:
     """Write the comparison's tables into equal_trials.md."""
     from halfmoon.report.paired import rank_methods
 
-    page, scores = PAGE.read_text(), {}
+    page = PAGE.read_text()
+    scores = {}
     for data in SETS:
         found: dict[str, dict[int, float]] = {}
         for row in records.read_rows(FINAL):

@@ -196,7 +196,9 @@ SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global", "fixmatch-debiased
 
 WITH_THRESHOLD = ("fixmatch-received", "fixmatch-global", "fixmatch-debiased", "feddb", "fixmatch-feddpl")
 """The rows that take `THRESHOLD`."""
-FLOOR, CONTROL, CEILING = "fedavg", "control", "fedavg-sl"
+FLOOR = "fedavg"
+CONTROL = "control"
+CEILING = "fedavg-sl"
 FLOORS = ("alone", "forest")
 
 
@@ -280,7 +282,9 @@ def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]
     config = configured(data, row, seed, folder)
     with factory.use_threads(factory.count_threads(config)):
         problem = factory.build_problem(config)
-        split, train, test = problem.split, problem.source.train, problem.source.test
+        split = problem.split
+        train = problem.source.train
+        test = problem.source.test
         if row == "forest":
             from sklearn.ensemble import RandomForestClassifier
             from sklearn.metrics import balanced_accuracy_score

@@ -22,7 +22,8 @@ import records
 from evidence import deviation, half_interval, interval, renewed, spread
 
 HERE = Path(__file__).parent
-LINES, TABLE = HERE / "feddure_budget.jsonl.gz", HERE / "feddure_budget.md"
+LINES = HERE / "feddure_budget.jsonl.gz"
+TABLE = HERE / "feddure_budget.md"
 BEGIN = "<!-- table -->\n"
 
 SHARED: dict[str, Any] = {"data": "cifar10", "clients": 100, "cohort": 5, "setting": "dir-dir", "dirichlet_alpha": 0.5,

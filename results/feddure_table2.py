@@ -30,7 +30,8 @@ import halfmoon
 from halfmoon.report.paired import compare_paired
 
 HERE = Path(__file__).parent
-PAGE, TABLE = HERE / "feddure_table2.md", HERE / "feddure_table2.csv"
+PAGE = HERE / "feddure_table2.md"
+TABLE = HERE / "feddure_table2.csv"
 COLUMNS = ("set", "row", "seed", "accuracy")
 RATES = (2e-3, 5e-3, 1e-2)
 

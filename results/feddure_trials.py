@@ -19,9 +19,12 @@ import evidence
 import records
 
 HERE = Path(__file__).parent
-LINES, PAGE = HERE / "feddure_trials.jsonl.gz", HERE / "feddure_trials.md"
+LINES = HERE / "feddure_trials.jsonl.gz"
+PAGE = HERE / "feddure_trials.md"
 BEGIN = "<!-- table: options -->\n"
-ROUNDS, SHARE, LATE = 40, 0.2, 10
+ROUNDS = 40
+SHARE = 0.2
+LATE = 10
 
 TRIALS: list[tuple[str, dict[str, Any]]] = [
     ("fedavg", {}),

@@ -39,7 +39,8 @@ def simulate_coverage(
     generator = np.random.default_rng([splits, images])
     image_spread, split_spread = spreads
     # Clipping changes the mean probability of both methods equally, so the true difference is 0.
-    hits, widths = np.zeros(2), np.zeros((trials, 2))
+    hits = np.zeros(2)
+    widths = np.zeros((trials, 2))
     for trial in range(trials):
         chances = (
             ACCURACY

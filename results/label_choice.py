@@ -134,7 +134,8 @@ def report(rows: list[dict[str, Any]], out: Path) -> None:
             curves[order] = np.array(
                 [[float(row["accuracy"]) for row in selected if row["seed"] == seed] for seed in seeds]
             )
-            x, y = BATCH * np.arange(1, curves[order].shape[1] + 1), curves[order]
+            x = BATCH * np.arange(1, curves[order].shape[1] + 1)
+            y = curves[order]
             axes.plot(x, y.mean(0), color=color, label=order)
             axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.15, linewidth=0)
             count, low, high = jackknife(curves[order], curves["random"])

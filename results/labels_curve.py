@@ -29,7 +29,8 @@ HERE = Path(__file__).parent
 LINES, PAGE, FIGURE = (HERE / f"labels_curve.{suffix}" for suffix in ("csv.gz", "md", "png"))
 NAMES = ("data", "where", "labels", "setting", "row", "seed", "accuracy", "seconds")
 
-TRAIN, TEST = 2500, 2000
+TRAIN = 2500
+TEST = 2000
 """Maximum number of images of a set."""
 
 SHARES = {"cifar10": TRAIN / 50_000, "fashion_mnist": TRAIN / 60_000, "pneumonia_mnist": TRAIN / 4708}
@@ -106,7 +107,9 @@ def train_missing(data: str, part: str, seeds: list[int], runs: Path, folder: Pa
     """Run what is missing until the time is over."""
     from halfmoon.runs import factory, runner
 
-    end, shared, found = time.monotonic() + 60 * minutes, dict[Any, Any](), None
+    end = time.monotonic() + 60 * minutes
+    shared = dict[Any, Any]()
+    found = None
     done = {(line["data"], *_point(line)) for line in lines()}
     for point in points(data, part, seeds):
         if (data, *point) in done:
@@ -124,7 +127,8 @@ def train_missing(data: str, part: str, seeds: list[int], runs: Path, folder: Pa
             start = time.process_time()
             shared[key] = factory.build_problem(config, split, ("fedavg-fixmatch-global",), found)
             print(f"{data}, {key}: {time.process_time() - start:.0f} s of a core for images and features", flush=True)
-        problem, start = replace(shared[key], split=split), time.process_time()
+        problem = replace(shared[key], split=split)
+        start = time.process_time()
         if row in FLOORS:
             accuracy = _floor(row, problem, seed)
         else:

@@ -13,7 +13,8 @@ from PIL import Image
 
 import halfmoon
 
-SIDE, QUALITY = 224, 92
+SIDE = 224
+QUALITY = 92
 
 
 def main() -> None:

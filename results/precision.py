@@ -77,7 +77,8 @@ def compare(
             cells = [f"{difference.mean:+.1f}", f"{difference.low:+.1f} to {difference.high:+.1f}"]
         base = base or accuracies
         each = ", ".join(f"{accuracy:.1f}" for accuracy in accuracies)
-        sent, seconds = runs[0].sent, sum(run.seconds for run in runs)
+        sent = runs[0].sent
+        seconds = sum(run.seconds for run in runs)
         cells = [data, method, variant, each, *cells, f"{sent:.1f}", f"{seconds:.0f}"]
         print(f"| {' | '.join(cells)} |", flush=True)
 

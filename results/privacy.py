@@ -164,7 +164,9 @@ def compare_accountants(_: argparse.Namespace) -> None:
             # Replacing a client moves a sum by up to 2 C. The PLD accountant accounts for that itself if it samples
             # (its sensitivity is C, of adding or removing a client), and not for whole cohorts: there z / 2 does.
             plain = dp_event.GaussianDpEvent(noise / 2)
-            event, exact, poisson = plain, "-", "-"
+            event = plain
+            exact = "-"
+            poisson = "-"
             if cohort == clients:
                 exact = f"{PLDAccountant().compose(plain, rounds).get_epsilon(DELTA):.3f}"
             else:

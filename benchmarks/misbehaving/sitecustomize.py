@@ -53,7 +53,8 @@ def spoil_answers() -> None:
             return honest(self, data)
         if KIND == "turned":  # in every round: the update with the opposite sign, times four
             reply = read_message(honest(self, data), Reply)
-            broadcast, flat = tree.flatten(request.download), tree.flatten(reply.upload)
+            broadcast = tree.flatten(request.download)
+            flat = tree.flatten(reply.upload)
             before = {f"update/{path}": leaf for path, leaf in broadcast.items() if path.startswith("params/")}
             flat |= {path: leaf + 4 * (leaf - flat[path]) for path, leaf in before.items() if path in flat}
             return write_message(replace(reply, upload=tree.unflatten(flat)))
@@ -109,7 +110,8 @@ def spoil_sending() -> None:
 
 def move_clock() -> None:
     """Shift `time.time` by the seconds in a file."""
-    path, true = Path(os.environ["MISBEHAVE_CLOCK"]), time.time
+    path = Path(os.environ["MISBEHAVE_CLOCK"])
+    true = time.time
 
     def moved() -> float:
         shift = path.read_text() if path.exists() else ""

@@ -27,7 +27,8 @@ FOREVER = 10**9
 
 def processor_seconds() -> float:
     """Return the processor seconds of this process and of all its running descendants."""
-    parents, spent = dict[int, int](), dict[int, float]()
+    parents = dict[int, int]()
+    spent = dict[int, float]()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             try:
@@ -151,7 +152,8 @@ def run_flower(size: str, method: str, cohort: int, wait_for_request: Callable[.
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    client, server = ClientApp(), ServerApp()
+    client = ClientApp()
+    server = ServerApp()
 
     @client.train()
     def _(message: Message, context: Context) -> Message:

@@ -59,10 +59,14 @@ def build_setup(size: str, method: str, cohort: int, steps: int | None = None) -
     g = torch.Generator().manual_seed(0)
     if size == "tiny":
         config = Config(**shared, data="digits", steps=steps or 6, unlabeled_batch=30)
-        side, channels, rows = 8, 1, 70
+        side = 8
+        channels = 1
+        rows = 70
     else:
         config = Config(**shared, data="cifar10", network="resnet9", width=16, steps=steps or 3)
-        side, channels, rows = 32, 3, 70
+        side = 32
+        channels = 3
+        rows = 70
     images = torch.randint(0, 256, (cohort * rows, channels, side, side), generator=g, dtype=torch.uint8)
     labels = torch.arange(len(images)) % 10
     image_spec = ImageSpec((channels, side, side), tuple("0123456789"), False, (0.5,) * channels, (0.25,) * channels)
@@ -143,12 +147,14 @@ class PlainClient:
             client,
         )
         normalize = self.task.normalize
-        x, y = self.views.labeled.apply(local.x[drawn.x_rows], drawn.x_draws, normalize), local.y[drawn.x_rows]
+        x = self.views.labeled.apply(local.x[drawn.x_rows], drawn.x_draws, normalize)
+        y = local.y[drawn.x_rows]
         u = {
             name: self.views.unlabeled[name].apply(local.u[drawn.u_rows], drawn.u_draws[name], normalize)
             for name in self.update.requirements.views
         }
-        a, b = amount.labeled, amount.unlabeled
+        a = amount.labeled
+        b = amount.unlabeled
         return [
             (x[k * a : (k + 1) * a], y[k * a : (k + 1) * a], {name: v[k * b : (k + 1) * b] for name, v in u.items()})
             for k in range(amount.steps)
