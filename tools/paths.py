@@ -240,7 +240,7 @@ ROUND = (
         "engine.loop.run_rounds",
         (
             "engine.runtime.ServerRuntime.open",
-            "engine.driver.Query.__call__",
+            "engine.local_clients.update_one",
             "api.upload_mean.UploadMean.add",
             "api.upload_mean.UploadMean.result",
         ),
@@ -300,7 +300,7 @@ UPLOAD = (
     Stage(
         "federation.transport.node.run_worker",
         (
-            "federation.site.runtime.SiteRuntime.run_request > engine.driver.update_one",
+            "federation.site.runtime.SiteRuntime.run_request > engine.local_clients.update_one",
             "federation.protocol.messages.Reply.from_result",
             "federation.site.client.SiteClient.reply_to > federation.protocol.messages.write_message",
             "federation.transport.client_app.handle_message > federation.transport.records.wrap_message",

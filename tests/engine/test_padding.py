@@ -13,7 +13,7 @@ from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, Method
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.engine import driver
+from halfmoon.engine import local_clients, vmapped_clients
 from halfmoon.engine.sampling import Batching
 from halfmoon.federation.contract.checks import compare_executors
 from halfmoon.federation.contract.small_federation import (
@@ -217,9 +217,9 @@ def test_labels_of_other_rows_are_forgotten_in_a_program_too():
     before, after = (make_dataset(sizes).client_data(0)[0] for sizes in (((2, 3),), ((2, 5),)))
     memory = {"thresholds": {"label": torch.tensor([1, 2, 0]), "mark": before.u.sum().double()}}
     for data, left in ((before, [1, 2, 0, NO_LABEL, NO_LABEL]), (after, [NO_LABEL] * 5)):
-        padded = driver._pad_row_memory(client_update, memory, data, 5)
+        padded = vmapped_clients._pad_row_memory(client_update, memory, data, 5)
         assert padded["thresholds"]["label"].tolist() == left
-        unpadded = driver._unpad_row_memory(client_update, padded, len(data.u))
+        unpadded = vmapped_clients._unpad_row_memory(client_update, padded, len(data.u))
         assert unpadded["thresholds"]["label"].tolist() == left[: len(data.u)]
 
 
@@ -320,8 +320,8 @@ REPEATED = ("remixmatch", "proxyfl", "semifl", "fl2")
 def test_content_of_the_padding_does_not_matter(method, monkeypatch):
     """Noise instead of rows that are padding, in steps and in sweeps: the same numbers, bit by bit."""
     before = rounds(method, "vmap", UNEQUAL)
-    batches = driver.batches
-    padded = driver._pad
+    batches = vmapped_clients.batches
+    padded = vmapped_clients._pad
     g = torch.Generator().manual_seed(0)
     filled = []
 
@@ -350,8 +350,8 @@ def test_content_of_the_padding_does_not_matter(method, monkeypatch):
         views = {name: noise(view, u) for name, view in local.views.items()}
         return local._replace(x=noise(local.x, x), y=noise(local.y, x), u=noise(local.u, u), views=views)
 
-    monkeypatch.setattr(driver, "batches", noisy)
-    monkeypatch.setattr(driver, "_pad", spoiled)
+    monkeypatch.setattr(vmapped_clients, "batches", noisy)
+    monkeypatch.setattr(vmapped_clients, "_pad", spoiled)
     after = rounds(method, "vmap", UNEQUAL)
     assert sum(filled) > 100
     for one, other in zip(before, after, strict=True):
@@ -363,14 +363,15 @@ def test_content_of_the_padding_does_not_matter(method, monkeypatch):
 def test_a_loop_has_no_masks(monkeypatch):
     """A client alone, and clients of one size, see no mask: nothing is computed for them that was not before."""
     seen: list[bool] = []
-    batches = driver.batches
+    batches = local_clients.batches
 
     def watched(*given: Any) -> Iterator[Batch]:
         for batch in batches(*given):
             seen.append(bool(batch.real))
             yield batch
 
-    monkeypatch.setattr(driver, "batches", watched)
+    monkeypatch.setattr(local_clients, "batches", watched)
+    monkeypatch.setattr(vmapped_clients, "batches", watched)
     rounds(FedAvg(FixMatch()), "loop")
     rounds(FedAvg(FixMatch()), "vmap", ((4, 6),) * 3)
     assert seen
@@ -436,6 +437,6 @@ def test_masks_mark_the_rows_of_each_client() -> None:
         u = torch.zeros(unlabeled, 1, 1, 1, dtype=torch.uint8)
         return ClientData(x, torch.zeros(labeled).long(), u, torch.tensor(labeled), torch.tensor(unlabeled))
 
-    real = driver._pad([client(2, 3), client(3, 1)]).real
+    real = vmapped_clients._pad([client(2, 3), client(3, 1)]).real
     assert real["x"].tolist() == [[True, True, False], [True, True, True]]
     assert real["u"].tolist() == [[True, True, True], [True, False, False]]

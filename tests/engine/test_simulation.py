@@ -24,7 +24,7 @@ from halfmoon.core.errors import Diverged
 from halfmoon.core.optim import SGD, CosineSchedule
 from halfmoon.data.partition.heterogeneity import jensen_shannon
 from halfmoon.data.partition.split import SERVER, Split
-from halfmoon.engine import driver
+from halfmoon.engine import driver, local_clients, vmapped_clients
 from halfmoon.engine import simulation as simulation_module
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.driver import ClientContext
@@ -100,12 +100,11 @@ def test_no_upload_is_held_while_the_next_client_trains() -> None:
     seen = list[int]()
 
     def count_uploads(function):
-        def counted(program):
+        def counted(task):
             seen.append(len(alive))
-            results = function(program)
-            for result in results.values():
-                alive.add(next(tree.leaves(result.upload.update)))
-            return results
+            result = function(task)
+            alive.add(next(tree.leaves(result.upload.update)))
+            return result
 
         return counted
 
@@ -519,7 +518,7 @@ def test_clients_lifted_together_are_wrapped_around():
     """Under vmap the rows beyond a client's repeat them from the start; a client without any shows zeros."""
     sizes = ((5, 0), (3, 7), (6, 4))
     clients = [make_dataset(sizes).client_data(k)[0] for k in range(3)]
-    padded = driver._pad(clients)
+    padded = vmapped_clients._pad(clients)
     for k, (local, (labeled, unlabeled)) in enumerate(zip(clients, sizes, strict=True)):
         assert torch.equal(padded.x[k], local.x[torch.arange(6) % labeled])
         assert torch.equal(padded.y[k], local.y[torch.arange(6) % labeled])
@@ -562,13 +561,13 @@ def test_a_spoiled_upload_is_named(executor):
 def test_finite_numbers_whose_sum_overflows_are_accepted():
     """The sum of an upload is only a quick check of its numbers."""
     upload = Upload({"params": {"weight": torch.full((3,), 1e308, dtype=torch.float64)}}, torch.ones(()))
-    assert not driver._is_finite(upload)
+    assert not driver.is_finite(upload)
     update = SimpleNamespace(requirements=SimpleNamespace(upload_spec=Mock()))
     context = cast(ClientContext, SimpleNamespace(round=0, client_update=update))
-    driver._check_upload(context, client=0, upload=upload, broadcast={}, steps=1)
+    driver.check_upload(context, client=0, upload=upload, broadcast={}, steps=1)
     upload.update["params"]["weight"][1] = torch.inf
     with pytest.raises(Diverged, match="upload 'params/weight' became inf"):
-        driver._check_upload(context, client=0, upload=upload, broadcast={}, steps=1)
+        driver.check_upload(context, client=0, upload=upload, broadcast={}, steps=1)
 
 
 def test_a_remembered_client_does_not_hold_its_group():
@@ -910,5 +909,5 @@ def test_a_large_model_on_a_cpu_trains_in_the_standard_layout(device, rows, layo
         "params": {"w": torch.empty(1, 1, 1, 1, device=device).expand(rows, 1, 1, 1)},
         "average": {"w": torch.empty(1, 1, 1, 1, device=device).expand(2**24, 1, 1, 1)},
     }
-    assert driver._choose_layout(broadcast) is layout
-    assert driver._choose_layout({}) is tree.channels_last
+    assert local_clients._choose_layout(broadcast) is layout
+    assert local_clients._choose_layout({}) is tree.channels_last

@@ -29,7 +29,8 @@ from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.data.partition.split import SERVER
 from halfmoon.data.views import Plain
-from halfmoon.engine.driver import ClientContext, update_one
+from halfmoon.engine.driver import ClientContext, ClientTask
+from halfmoon.engine.local_clients import update_one
 from halfmoon.engine.sampling import Amount, Batching, Views
 from halfmoon.federation.contract.small_federation import (
     CLASSES,
@@ -677,11 +678,8 @@ def test_local_update_counts_epochs_over_the_selected_rows():
     broadcast = {"params": make_one_weight_params(log(3)), "stats": {}}
     outcome = update_one(
         ClientContext(client_update, PLAIN, 0, 0, 0),
-        0,
         broadcast,
-        client_update.initial_memory(broadcast, torch.Generator()),
-        data,
-        Amount(9, 0, 4, epochs=3),
+        ClientTask(0, {}, client_update.initial_memory(broadcast, torch.Generator()), data, Amount(9, 0, 4, epochs=3)),
     )
     assert outcome.amount.steps == 3
     (seen,) = outcome.observations  # the pseudo-labels of all rows are evaluated, those of the steps are some of them

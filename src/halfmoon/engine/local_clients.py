@@ -4,26 +4,39 @@ In a simulation `LocalClients` trains all clients; a site trains only itself. Al
 query, client), so that a site computes bit for bit what its client computes in a simulation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from halfmoon.aggregation.precision import compress_upload
-from halfmoon.api.types import ClientData, ClientUpdate, StateStore
+from halfmoon.api.types import Batch, ClientData, ClientUpdate, StateStore
 from halfmoon.core import rng, tree
+from halfmoon.core.memory import LARGE_MODEL_BYTES
 from halfmoon.core.tensors import tensor_from_numpy
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget, ClientSize, compute_amount
-from halfmoon.engine.driver import ClientContext, ClientResult, ClientTask, Query, create_first_memory
+from halfmoon.engine.driver import (
+    ClientContext,
+    ClientResult,
+    ClientTask,
+    StepLog,
+    add_precomputed_views,
+    check_upload,
+    create_first_memory,
+    observe_initial_pseudo_labels,
+    with_dropout,
+)
 from halfmoon.engine.evaluation import Examples, Quality
 from halfmoon.engine.executors.base import Executor
 from halfmoon.engine.executors.serial import SerialExecutor
-from halfmoon.engine.sampling import Amount, Batching, Views
+from halfmoon.engine.sampling import Amount, Batching, Views, batches, draw
+from halfmoon.engine.vmapped_clients import update_many
 
 
 @dataclass(frozen=True)
@@ -196,7 +209,12 @@ class LocalClients:
         stage = self.dataset.stage(context.round, context.client_update.task.rounds)
         hidden_labels: dict[int, Tensor] = {}  # true labels of unlabeled images, filled while clients train
         tasks = self._make_tasks(context.client_update, clients, stage, broadcast, per_client, hidden_labels)
-        results = self.training.executor.run_clients(Query(context, broadcast), tasks)
+        results = self.training.executor.run_clients(
+            tasks,
+            context.client_update,
+            train_one=partial(update_one, context, broadcast),
+            train_group=partial(update_many, context, broadcast),
+        )
         for position, client in enumerate(clients):
             # Gradients are disabled only while clients train: the caller may need them between two results.
             with torch.no_grad():
@@ -319,3 +337,101 @@ def _encode_upload(context: ClientContext, client: int, received: Tree, result: 
         result.upload, received, update.task.upload_precision, update.requirements.upload_spec, make_generator
     )
     return result._replace(upload=upload, traffic=update.traffic(received, upload))
+
+
+@torch.no_grad()
+def update_one(context: ClientContext, broadcast: Tree, task: ClientTask) -> ClientResult:
+    """Run one client's update in a plain loop, as a CPU and a site of a federation do.
+
+    `ClientUpdate.begin` creates the carry, the state of the update between its steps (parameters, running statistics,
+    optimizer). Each step takes a minibatch and returns a new carry, and `ClientUpdate.finish` turns the last one into
+    the upload and the memory.
+
+    All images and weights are channels-last inside of this function, the layout for which the convolutions of CPUs and of
+    a GPU's tensor cores are made; those of a large model on a CPU are contiguous. So are upload and memory in any case, so
+    that they do not depend on how they were computed.
+
+    Args:
+        context: the settings of this query: what the clients run, and the names of its random streams.
+        broadcast: the tree that all clients receive.
+        task: the client, with its images, its memory and the tree that only this client receives; it is not modified.
+
+    Raises:
+        Diverged: a loss or a number of the upload is not finite, or a loss is larger than `MAX_LOSS`.
+    """
+    client_update = context.client_update
+    received = {**broadcast, **task.private}
+    lay_out = _choose_layout(received)
+    received = lay_out(received)
+    memory = tree.map(torch.clone, task.memory)  # the optimizer modifies it, and a store may have a reference to it
+    memory = lay_out(memory)
+    data = add_precomputed_views(context, task.client, task.data)
+    # `begin` comes before the draws: its pseudo-labels may exclude images from the minibatches.
+    carry = client_update.begin(received, memory, data)
+    initial_pseudo_labels = observe_initial_pseudo_labels(client_update, carry, data, len(data.u))
+    drawn_update = draw(
+        task.amount,
+        data,
+        context.views,
+        client_update.requirements,
+        client_update.drawable_rows(carry, data),
+        context.seed,
+        *context.path(task.client),
+        dropout=client_update.task.network.has_dropout,
+    )
+    log = StepLog()
+    take_step = with_dropout(client_update)
+    normalize = client_update.task.normalize
+    for batch_of_one_client in batches([data], [drawn_update], context.views, normalize, context.view_images):
+        batch = _lay_out_batch(_first_client(batch_of_one_client), lay_out)
+        carry, step_metrics = take_step(received, carry, batch)
+        log.add(step_metrics, batch.u_rows)
+    samples, step_pseudo_labels = log.summarize(context, task.client)
+    upload, memory = client_update.finish(received, carry, data)
+    # A faulty upload is an error here, which names the step, instead of a refusal at the server.
+    check_upload(context, task.client, upload, received, drawn_update.amount.steps)
+    traffic = client_update.traffic(received, upload)
+    upload = upload.map(Tensor.contiguous)
+    memory = tree.contiguous(memory)
+    return ClientResult(
+        upload=upload,
+        memory=memory,
+        samples=samples,
+        amount=drawn_update.amount,
+        traffic=traffic,
+        images_outside_steps=client_update.images_outside_steps(len(data.x), len(data.u)),
+        memory_bytes=tree.nbytes(memory),
+        observations=initial_pseudo_labels or step_pseudo_labels,
+    )
+
+
+def _first_client(batch: Batch) -> Batch:
+    """Remove the client dimension of the batch of a single client, which has no padding."""
+    leaves: dict[str, Any] = {}
+    for name, leaf in batch._asdict().items():
+        if name != "real":
+            leaves[name] = leaf[0] if isinstance(leaf, Tensor) else tree.index(leaf, 0)
+    return Batch(**leaves)
+
+
+def _choose_layout(received: Tree) -> Callable[[Tree], Tree]:
+    """Choose the layout of images and weights in which one client trains, by what it receives: the same everywhere.
+
+    Channels-last, except for a large model on a CPU: its weights outweigh its images, and PyTorch copies channels-last
+    gradients of weights once more.
+    """
+    params = received["params"] if isinstance(received.get("params"), dict) else received
+    is_large = tree.nbytes(params) >= LARGE_MODEL_BYTES
+    if is_large and next(tree.leaves(params)).device.type == "cpu":
+        return tree.contiguous
+    return tree.channels_last
+
+
+def _lay_out_batch(batch: Batch, lay_out: Callable[[Tree], Tree]) -> Batch:
+    """Convert all images of a batch; features of images have no channels and remain as they are."""
+    return batch._replace(
+        x=lay_out({"x": batch.x})["x"],
+        u=lay_out(batch.u),
+        second_batch=lay_out(batch.second_batch),
+        x_views=lay_out(batch.x_views),
+    )

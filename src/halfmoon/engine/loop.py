@@ -91,7 +91,9 @@ def run_rounds(
 ) -> Row:
     """Run all remaining rounds of an experiment and return its results.
 
-    Each round adds a line to the folder's metrics; every `checkpoint_every` rounds a checkpoint is saved.
+    A round samples a cohort, which trains the server's model, and averages the uploads (McMahan et al. 2017, Algorithm 1).
+    Each round adds a line to the folder's metrics. The new model is evaluated every `evaluate_every` rounds, and a
+    checkpoint is saved every `checkpoint_every` rounds.
 
     Args:
         experiment: the method and its federation.
@@ -116,13 +118,25 @@ def run_rounds(
         Diverged: a loss is not a finite number.
         UserError: the run may not start, or the checkpoint and the metrics do not belong together.
     """
+    method = experiment.method
+    runtime = experiment.runtime
     run = _Run.start(experiment, folder, loaded)
     stop_reason = run.stop_reason()
     if stop_reason is not None and run.round == 0:
         raise UserError(stop_reason)
     while run.round < experiment.task.rounds and stop_reason is None:
         start_time = time.perf_counter()
-        row = run.train_round()
+        received_model = run.model()
+        server: Tree | None = None
+        while server is None:  # until enough clients have replied
+            runtime.open(run.round)  # samples the cohort
+            run.request_evaluation(received_model)
+            try:
+                # Sends the server's model to the cohort, which trains it, and averages the uploads.
+                server = method.round(experiment.task.at(run.round), run.state.server, runtime)
+            except TooFewReplies as error:
+                runtime.retry_round(error)  # waits, or raises an error after too many tries
+        row = run.finish_round(server, received_model)
         stop_reason = run.stop_reason()
         if run.is_due(experiment.evaluate_every) or stop_reason is not None:
             run.evaluate(row)
@@ -195,30 +209,30 @@ class _Run:
         """Return the model {"params", "stats"} to evaluate: the method's, or the moving average of its models."""
         return self.state.average or self.experiment.method.solution(self.experiment.task, self.state.server)
 
-    def train_round(self) -> Row:
-        """Train the next round, and return its line of metrics.
+    def request_evaluation(self, received_model: Tree) -> None:
+        """Have clients evaluate the model that they receive, if the server lacks test or validation images.
 
-        The round is repeated until enough clients have replied. Without test or validation images at the server, clients
-        are asked to evaluate the model that they receive in this round, that of the round before. Round 0 has none.
+        Args:
+            received_model: the model of the round before. It is not evaluated in round 0.
         """
         experiment = self.experiment
-        runtime = experiment.runtime
-        previous_model = self.model()
         clients_may_evaluate = experiment.test is None or experiment.validation is None
-        server: Tree | None = None
-        while server is None:
-            runtime.open(self.round)
-            if clients_may_evaluate and self.round and self.round % experiment.evaluate_every == 0:
-                runtime.evaluate_next_round(previous_model)
-            try:
-                server = experiment.method.round(experiment.task.at(self.round), self.state.server, runtime)
-            except TooFewReplies as error:
-                runtime.retry_round(error)  # waits, or raises an error after too many tries
+        if clients_may_evaluate and self.round and self.round % experiment.evaluate_every == 0:
+            experiment.runtime.evaluate_next_round(received_model)
+
+    def finish_round(self, server: Tree, received_model: Tree) -> Row:
+        """Store the server's new tree, count the round, and return its line of metrics.
+
+        Args:
+            server: the tree that `Method.round` has returned.
+            received_model: the model that the clients have received in this round.
+        """
+        runtime = self.experiment.runtime
         runtime.record_server_bytes(tree.nbytes(server))
         self.state = self.state._replace(server=server, average=self._update_average(server))
         row = _metrics_row(self.round, runtime.close())
-        # Validation results of clients are about the model that they received, that of the round before.
-        self._keep_best(previous_model, _validation_scores([row]))
+        # Validation results of clients are about the model that they received.
+        self._keep_best(received_model, _validation_scores([row]))
         self.round += 1
         return row
 

@@ -227,6 +227,11 @@ class ServerRuntime(ABC):
         self._round = round
         self._query = 0
         self._samples = {}
+        self._start_measurements()
+
+    def _start_measurements(self) -> None:
+        """Forget what was measured in the round before; a simulation measures more than a server of sites can."""
+        return
 
     def query(
         self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None

@@ -19,6 +19,10 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.normalize import Normalize
 from halfmoon.core.tensors import tensor_from_numpy
 from halfmoon.data.views import Draws, Labeled, Plain, Shared, Strong, View, Weak
+from halfmoon.models.dropout import KEY
+
+MAX_DROPOUT_KEY = 2**62
+"""Keys of a step's dropout masks are drawn below this number."""
 
 NO_ROWS = torch.zeros(0, dtype=torch.int64)
 
@@ -143,7 +147,7 @@ class DrawnUpdate(NamedTuple):
     u_draws: dict[str, Draws]  # by view
     second_rows: Tensor  # (steps * unlabeled,), of the second minibatches; empty if there are none
     second_draws: dict[str, Draws]  # by view
-    mixing: dict[str, Tensor]  # leaves (steps, ...): "mix", "order", "turn"; {} without mixup
+    mixing: dict[str, Tensor]  # leaves (steps, ...): with mixup "mix", "order" and "turn"; with dropout its keys
     x_view_draws: dict[str, Draws]  # further views of the labeled images, by view
 
 
@@ -177,8 +181,11 @@ def draw(
     drawable: Tensor | None,
     seed: int,
     *path: int | str,
+    dropout: bool = False,
 ) -> DrawnUpdate:
-    """Draw all random choices of a client update: the images of its minibatches, and their augmentations.
+    """Draw all random choices of a client update: minibatches, augmentations and, if needed, dropout keys.
+
+    The update itself draws nothing, so that it gives the same result by itself, under vmap and on another machine.
 
     Args:
         amount: the number of steps, and of images in each step.
@@ -188,6 +195,7 @@ def draw(
         drawable: (U,) bool, the unlabeled images that may be used; None: all. Without any, there are no steps.
         seed: the seed of the run.
         path: the name of the random stream, such as the round and the client.
+        dropout: the network has dropout, whose masks need a random key for each step.
     """
     shape = _image_shape(local)
     # Not `local.labeled` and `local.unlabeled`: they are on the device, which would be waited for.
@@ -227,6 +235,10 @@ def draw(
     mixing: dict[str, Tensor] = {}
     if requirements.mixup is not None:
         mixing = _draw_mixing(amount, requirements, requirements.mixup, seed, *path, "mixup")
+    if dropout:
+        # Dropout masks are computed from the key of the step inside of vmap, where no generator can be used.
+        generator = rng.generator(seed, *path, KEY)
+        mixing[KEY] = torch.randint(MAX_DROPOUT_KEY, (amount.steps,), generator=generator)
     return DrawnUpdate(
         amount=amount,
         x_rows=x_rows,

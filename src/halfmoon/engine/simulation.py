@@ -60,16 +60,18 @@ class Simulation(ServerRuntime):
         self.local_clients = LocalClients(dataset, views, training, self.seed, self.memories, self._new_quality())
         self.trainer = self.local_clients
         self._executor = training.executor
-        self._stage: int | None = None
         self._client_models: dict[int, Tree] = {}  # the latest models of some clients of this round
 
     @property
     def labeled(self) -> int:
         return 0 if self.dataset.pooled else self.dataset.training_size(SERVER).labeled
 
-    def open(self, round: int) -> None:
-        super().open(round)
-        self._stage = self.dataset.stage(round, self.base.rounds)
+    @property
+    def _stage(self) -> int | None:
+        """The stage of the data stream at the current round; None if all images are there from the start."""
+        return self.dataset.stage(self._round, self.base.rounds)
+
+    def _start_measurements(self) -> None:
         self._client_models = {}
         self.local_clients.quality = self._new_quality()
 

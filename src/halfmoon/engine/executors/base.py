@@ -19,7 +19,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from halfmoon.engine.driver import ClientResult, ClientTask, Query
+from halfmoon.api.types import ClientUpdate
+from halfmoon.engine.driver import ClientResult, ClientTask
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -84,22 +85,25 @@ class Executor(ABC):
             tasks: the tasks.
         """
 
-    def run_clients(self, query: Query, tasks: Iterable[ClientTask]) -> Iterator[ClientResult]:
+    def run_clients(
+        self,
+        tasks: Iterable[ClientTask],
+        client_update: ClientUpdate,
+        train_one: Callable[[ClientTask], ClientResult],
+        train_group: Callable[[Sequence[ClientTask]], Sequence[ClientResult]],
+    ) -> Iterator[ClientResult]:
         """Yield the results of the local updates of clients, in the order of the tasks.
 
+        Here each client trains by itself. `VmapExecutor` chooses groups of clients that train together.
+
         Args:
-            query: trains clients together and returns their results by client.
             tasks: the clients' images, memories and numbers of steps; each is created when it is read.
+            client_update: the update that the clients run, whose cost decides which of them form a group.
+            train_one: trains one client.
+            train_group: trains several clients at once, and returns their results in the order of the tasks.
         """
-        for results in self.map(query, map(_make_group, tasks)):
-            # Popped, as a variable would keep the upload in memory while the next client trains.
-            yield results.popitem()[1]
+        return self.map(train_one, tasks)
 
     def close(self) -> None:
         """Free processes and connections, without waiting for their work."""
         return
-
-
-def _make_group(task: ClientTask) -> list[ClientTask]:
-    """Make the group of a client that trains by itself."""
-    return [task]

@@ -179,13 +179,18 @@ class PoolExecutor(Executor):
             wait(unfinished or futures, return_when=FIRST_COMPLETED)
             # Results are yielded in the order of the items, so a finished item waits for those before it.
             while futures and futures[0].done():
-                try:
-                    result: CallResult = unpack(futures.popleft().result())
-                except self.broken_error as error:
-                    raise UserError(self.failure_message, option="workers") from error
-                if result.error is not None:
-                    raise result.error
-                yield result.value
+                # Without a variable, which would keep an upload in memory until the next one is finished.
+                yield self._unpack_result(futures.popleft())
+
+    def _unpack_result(self, future: Future[bytes]) -> Any:
+        """Return the value that a process has computed, or raise the exception that it has met."""
+        try:
+            result: CallResult = unpack(future.result())
+        except self.broken_error as error:
+            raise UserError(self.failure_message, option="workers") from error
+        if result.error is not None:
+            raise result.error
+        return result.value
 
     @abstractmethod
     def bind(self, function: Callable[[Any], Any]) -> Callable[[bytes], Future[bytes]]:

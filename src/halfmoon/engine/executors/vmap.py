@@ -3,9 +3,10 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 
 from halfmoon.api.types import ClientUpdate
-from halfmoon.engine.driver import ClientResult, ClientTask, Query
+from halfmoon.engine.driver import ClientResult, ClientTask
 from halfmoon.engine.executors.base import AnyTask, Executor, Item, Result, WorkerDied
 from halfmoon.engine.executors.serial import SerialExecutor
 from halfmoon.engine.groups import MAX_PADDING, group_clients
@@ -43,7 +44,13 @@ class VmapExecutor(Executor):
     ) -> Generator[tuple[AnyTask, Result | WorkerDied]]:
         return self.inner.run_tasks(function, tasks)
 
-    def run_clients(self, query: Query, tasks: Iterable[ClientTask]) -> Iterator[ClientResult]:
+    def run_clients(
+        self,
+        tasks: Iterable[ClientTask],
+        client_update: ClientUpdate,
+        train_one: Callable[[ClientTask], ClientResult],
+        train_group: Callable[[Sequence[ClientTask]], Sequence[ClientResult]],
+    ) -> Iterator[ClientResult]:
         order: deque[int] = deque()  # the clients whose results have not been yielded, in the order of the tasks
 
         def note_client(task: ClientTask) -> ClientTask:
@@ -51,8 +58,8 @@ class VmapExecutor(Executor):
             return task
 
         results: dict[int, ClientResult] = {}
-        groups = self._make_groups(query.context.client_update, map(note_client, tasks))
-        for group_results in self.inner.map(query, groups):
+        groups = self._make_groups(client_update, map(note_client, tasks))
+        for group_results in self.inner.map(partial(_train_by_number, train_one, train_group), groups):
             results |= group_results
             group_results.clear()  # the map may hold a reference to the dictionary while the next group trains
             # Groups finish in another order than that of the tasks: a result waits until all before it are yielded.
@@ -92,3 +99,14 @@ class VmapExecutor(Executor):
 
     def close(self) -> None:
         self.inner.close()
+
+
+def _train_by_number(
+    train_one: Callable[[ClientTask], ClientResult],
+    train_group: Callable[[Sequence[ClientTask]], Sequence[ClientResult]],
+    tasks: Sequence[ClientTask],
+) -> dict[int, ClientResult]:
+    """Train the clients of a group, and return their results by the number of the client."""
+    if len(tasks) == 1:
+        return {tasks[0].client: train_one(tasks[0])}  # for one client vmap would only add overhead
+    return {task.client: result for task, result in zip(tasks, train_group(tasks), strict=True)}
