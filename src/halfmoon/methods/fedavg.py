@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import (
@@ -41,7 +40,7 @@ from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
 from halfmoon.methods.batchnorm_stats import sum_row_moments
-from halfmoon.methods.objectives import Objective, StepResult, Supervised
+from halfmoon.methods.objectives import Objective, Supervised
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,10 @@ class LocalTraining(ClientUpdate):
         Returns:
             The new carry, and the step's loss and pseudo-labels.
         """
-        gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
+        gradient, loss, result = grad_and_value(
+            lambda params: self.objective(self.task, params, carry["stats"], batch, carry, carry["cached"]),
+            carry["params"],
+        )
         if self.prox:
             # FedProx: add the gradient of prox / 2 |params - received|^2, which is prox (params - received).
             gradient = tree.map(
@@ -141,9 +143,6 @@ class LocalTraining(ClientUpdate):
         """Count the images that the objective predicts on at the start, and those of the teacher's statistics."""
         teacher_images = labeled + unlabeled if self.counts_teacher_stats else 0
         return super().images_outside_steps(labeled, unlabeled) + teacher_images
-
-    def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, StepResult]:
-        return self.objective(self.task, params, carry["stats"], batch, carry, carry["cached"])
 
 
 @dataclass(frozen=True)

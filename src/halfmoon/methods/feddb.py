@@ -193,7 +193,10 @@ class FedDBClient(LocalTraining):
         Returns:
             The new carry, and the step's loss and pseudo-labels.
         """
-        gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
+        gradient, loss, result = grad_and_value(
+            lambda params: self.objective(self.task, params, carry["stats"], batch, carry, carry["cached"]),
+            carry["params"],
+        )
         new = self.optimizer_step(carry, gradient, result.moments, consume=True, **result.aux)
         # The number of unlabeled images seen so far, from which `finish` computes the number of epochs.
         new["images"] = carry["images"] + padding.count(batch.u_rows, batch.u_real)

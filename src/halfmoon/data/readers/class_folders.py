@@ -624,15 +624,13 @@ def read_images(
     Raises:
         UserError: If none can be read, or they have different sizes.
     """
-
-    def read(into: Path | None) -> store.Decoded:
-        encoded = ((_read_bytes(path), str(path)) for path in paths)
-        pixels, skipped = decode_all(encoded, len(paths), rgb, preparation, into)
-        return Images(pixels, drop_skipped(labels, skipped), skipped=skipped), None
-
-    cache_id = f"{'rgb' if rgb else ''}{preparation.cache_id}"
+    stored, _ = store.load_or_decode(
+        cache,
+        paths,
+        lambda into: (decode_all(map(_read_file, paths), labels, rgb, preparation, into), None),
+        cache_id=f"{'rgb' if rgb else ''}{preparation.cache_id}",
+    )
     # Use the labels of this call, not the cached ones: the cache key does not depend on them.
-    stored, _ = store.load_or_decode(cache, paths, read, cache_id)
     groups = find_groups(remaining_paths(paths, stored), preparation.group_pattern)
     labels = drop_skipped(labels, stored.skipped)
     return Images(stored.images, labels, stored.spread, groups=groups, skipped=stored.skipped)
@@ -654,8 +652,9 @@ def is_image(path: Path) -> bool:
     return has_suffix or dicom.holds_image(path)
 
 
-def _read_bytes(path: Path) -> bytes | ImageReadError:
+def _read_file(path: Path) -> tuple[bytes | ImageReadError, str]:
+    """Read an image file: its content, or the error that reading it raised, and its name for messages."""
     try:
-        return path.read_bytes()
+        return path.read_bytes(), str(path)
     except OSError as error:
-        return ImageReadError(f"{path}: the file cannot be read ({error.strerror}).")
+        return ImageReadError(f"{path}: the file cannot be read ({error.strerror})."), str(path)

@@ -11,7 +11,7 @@ from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
 from halfmoon.core.errors import ImageReadError, UnknownRangeError, UserError, escape_name, one_line
 from halfmoon.core.quiet import IGNORE_WARNINGS
 from halfmoon.data import dicom
-from halfmoon.data.images import SkippedImage
+from halfmoon.data.images import Images, SkippedImage
 from halfmoon.data.preparation import (
     MAX_PIXELS,
     MAX_SKIPPED_SHARE,
@@ -352,22 +352,22 @@ def has_over_8_bits(image: Image.Image) -> bool:
 
 def decode_all(
     images: Iterable[tuple[bytes | ImageReadError, str]],
-    count: int,
+    labels: np.ndarray,
     rgb: bool = False,
     preparation: Preparation = UNCHANGED,
     into: Path | None = None,
-) -> tuple[np.ndarray, tuple[SkippedImage, ...]]:
-    """Decode images into one array, uint8 (N, H, W, C), without those that cannot be read.
+) -> Images:
+    """Decode images, uint8 (N, H, W, C), without those that cannot be read.
 
     Args:
         images: The content of each file, or the error that reading it raised, and its name for messages.
-        count: The number of images.
+        labels: The label of each image, int64.
         rgb: True to convert gray images to RGB: data sets such as Tiny ImageNet contain both.
         preparation: The conversion: channels, size and window of gray values.
-        into: A file that images are written to one by one; the result is then this file, mapped into memory.
+        into: A file that images are written to one by one; the pixels are then this file, mapped into memory.
 
     Returns:
-        The array, and the images that were left out; N is `count` without these.
+        The readable images with their labels, and the list of those that were left out.
 
     Raises:
         UserError: If no image can be read, or size or channels differ from those of the first image. The caller limits
@@ -377,13 +377,14 @@ def decode_all(
 
     def iterate_readable() -> Iterator[np.ndarray]:
         """Set skipped images aside, and pass the others on one by one: all of them may not fit into memory."""
-        for image in _decode_same_shape(images, count, rgb, preparation):
+        for image in _decode_same_shape(images, len(labels), rgb, preparation):
             if isinstance(image, SkippedImage):
                 skipped.append(image)
             else:
                 yield image
 
-    return collect_rows(iterate_readable(), count, into), tuple(skipped)
+    pixels = collect_rows(iterate_readable(), len(labels), into)
+    return Images(pixels, drop_skipped(labels, skipped), skipped=tuple(skipped))
 
 
 def drop_skipped(values: np.ndarray, skipped: Sequence[SkippedImage]) -> np.ndarray:

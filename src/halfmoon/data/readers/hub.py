@@ -10,7 +10,7 @@ from halfmoon.core.errors import ImageReadError, UserError, install_command
 from halfmoon.data.class_names import normalize_class_name, sort_class_names
 from halfmoon.data.images import UNKNOWN, Images
 from halfmoon.data.preparation import UNCHANGED, Preparation
-from halfmoon.data.readers.decode import decode_all, drop_skipped
+from halfmoon.data.readers.decode import decode_all
 from halfmoon.data.readers.parquet import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
@@ -66,17 +66,15 @@ def read(
         names = names or _class_names(rows.features[label_column])
         # Without decoding, so that every image passes the same checks as a file.
         rows = rows.cast_column(image_column, datasets.Image(decode=False))
-        encoded = _iterate_encoded(rows, image_column, location)
-        pixels, skipped = decode_all(encoded, len(rows), rgb, preparation)
         values = list(rows[label_column])
         if any(isinstance(value, str) for value in values):
             texts = normalize_text_labels(values)
             names = names or tuple(sort_class_names({name for name in texts if name is not None}))
-            numbers = number_text_labels(texts, names, location)
+            labels = number_text_labels(texts, names, location)
         else:
-            numbers = _check_labels(values, location)
-        labels = drop_skipped(numbers, skipped)
-        parts.append(Images(pixels, labels, skipped=skipped))
+            labels = _check_labels(values, location)
+        encoded = _iterate_encoded(rows, image_column, location)
+        parts.append(decode_all(encoded, labels, rgb, preparation))
     return parts[0], parts[1], names
 
 

@@ -17,7 +17,7 @@ from halfmoon.core.errors import ImageReadError, UserError, one_line
 from halfmoon.data.class_names import is_missing_label, normalize_class_name, sort_class_names
 from halfmoon.data.images import UNKNOWN, Images
 from halfmoon.data.preparation import UNCHANGED, Preparation
-from halfmoon.data.readers.decode import decode_all, drop_skipped
+from halfmoon.data.readers.decode import decode_all
 from halfmoon.data.readers.label_table import LABEL_TITLES
 from halfmoon.storage import atomic_io
 
@@ -135,9 +135,9 @@ def read_parquet(
         raise UserError(f"{paths[0]}: there are no rows in it.")
     encoded = (item for path, file in opened for item in iterate_encoded(path, file))
     path, file = opened[0]
-    pixels, skipped = decode_all(encoded, len(labels), rgb, preparation, into)
+    images = decode_all(encoded, labels, rgb, preparation, into)
     names = classes or _read_class_names(file, find_column(path, file.schema_arrow.names, LABEL_COLUMNS))
-    return Images(pixels, drop_skipped(labels, skipped), skipped=skipped), names
+    return images, names
 
 
 def find_column(location: object, names: Sequence[str], candidates: Sequence[str]) -> str:
