@@ -11,7 +11,7 @@ from halfmoon.data.groups import find_groups
 from halfmoon.runs import factory
 from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import LabelEdit, write_labels
-from halfmoon.studies.plan import make_plan
+from halfmoon.studies.plan import plan_if_folder
 from halfmoon.studies.scan_folder import scan_folder
 
 PATTERN = "(p[0-9]+)_"
@@ -72,7 +72,9 @@ def test_column_of_labels_csv_assigns_images_to_clients(tmp_path: Path, capsys: 
     contents = scan_folder(ward)
     assert contents is not None
     assert "of 4 patients or groups" in contents.sentence
+    plan = plan_if_folder({"data": str(ward), "network": "small"})
+    assert plan is not None
     assert (
         "labels",
         "all 4; judged by 1 x 5-fold cross-validation; no patient or group is on both sides",
-    ) in make_plan({"network": "small"}, contents).reasons
+    ) in plan.reasons

@@ -24,7 +24,7 @@ from halfmoon.sites.folders import read_site
 from halfmoon.studies import folds
 from halfmoon.studies import plan as planning
 from halfmoon.studies.label_selection import folder_features, head_problem
-from halfmoon.studies.plan import make_plan
+from halfmoon.studies.plan import plan_if_folder
 from halfmoon.studies.run_plan import PlanResult
 from halfmoon.studies.scan_folder import scan_folder
 
@@ -120,31 +120,31 @@ def test_a_folder_called_unlabeled_is_no_class(tmp_path: Path, capsys: pytest.Ca
 
 def test_large_images_never_train_at_224(tmp_path: Path, pretrained: None) -> None:
     written(tmp_path / "photos", 12, 224)
-    found = scan_folder(tmp_path / "photos")
-    assert found is not None
-    made = make_plan({"data": str(tmp_path / "photos"), "clients": 2}, found)
+    made = plan_if_folder({"data": str(tmp_path / "photos"), "clients": 2})
+    assert made is not None
     assert (made.config.resize, made.config.network, made.config.flip) == (112, "efficientnet-lite0-multilayer", False)
     assert (made.config.method, made.config.baselines) == ("mixture-head", ("ridge-head",))
     assert made.seconds > 0
     written(tmp_path / "more", 45, 12)
-    more = scan_folder(tmp_path / "more")
-    assert more is not None
-    many = make_plan({"data": str(tmp_path / "more"), "labels": 93, "clients": 2}, more)
+    many = plan_if_folder({"data": str(tmp_path / "more"), "labels": 93, "clients": 2})
+    assert many is not None
     assert (many.config.method, many.config.baselines) == ("ridge-head", ("mixture-head",))
 
 
 def test_from_scratch_rounds_and_size_fit_the_minutes(tmp_path: Path, scratch: None) -> None:
     written(tmp_path / "photos", 20, 64)
-    found = scan_folder(tmp_path / "photos")
-    assert found is not None
     flags = {"data": str(tmp_path / "photos"), "clients": 2, "labels_per_class": 2.0, "width": 4, "steps": 1}
-    short = make_plan(flags, found, 1e-3)
-    long = make_plan(flags, found, 1e3)
+    short = plan_if_folder(flags, 1e-3)
+    long = plan_if_folder(flags, 1e3)
+    resized = plan_if_folder({**flags, "resize": 16}, 1e3)
+    assert short is not None
+    assert long is not None
+    assert resized is not None
     assert (short.config.rounds, short.config.resize, short.splits) == (10, 32, 1)
     assert (long.config.rounds, long.config.resize, long.splits) == (20, 64, 5)
     assert (long.config.method, long.config.baselines) == ("fedavg-soft-labels", ("fedavg",))
     assert (long.config.clients, long.config.labels, long.config.labels_per_class) == (2, None, 2.0)
-    assert make_plan({**flags, "resize": 16}, found, 1e3).config.resize == 16
+    assert resized.config.resize == 16
 
 
 def test_a_slow_computer_gets_the_same_plan_of_heads(
@@ -152,14 +152,12 @@ def test_a_slow_computer_gets_the_same_plan_of_heads(
 ) -> None:
     """A time limit that is too short for all images, on computers that take 1 ms and 10 s for an image."""
     written(tmp_path / "photos", 45)
-    contents = scan_folder(tmp_path / "photos")
-    assert contents is not None
     options = {"data": str(tmp_path / "photos"), "clients": 2, "labels_per_class": 1.0}
     plans = []
     for seconds in (1e-3, 10.0):
         monkeypatch.setattr(planning.features, "measure_seconds_per_image", lambda *_, seconds=seconds: seconds)
         monkeypatch.setattr(planning, "_measure_decoding", lambda *_, seconds=seconds: seconds)
-        plans.append(make_plan(options, contents, minutes=0.042))
+        plans.append(plan_if_folder(options, minutes=0.042))
     fast, slow = plans
     assert 0 < fast.config.data_share < 1
     assert (fast.config, fast.share, fast.splits) == (slow.config, slow.share, slow.splits)
@@ -189,9 +187,10 @@ def test_uneven_labels_are_reported(tmp_path: Path, scratch: None) -> None:
     written(tmp_path / "photos", 12)
     for number in range(7):
         (tmp_path / "photos" / "1" / f"{number}.png").unlink()
-    contents = scan_folder(tmp_path / "photos")
-    tiny = {"data": "photos", "resize": 8, "network": "small", "width": 4, "steps": 1}
-    reasons = dict(make_plan(tiny, contents).reasons)
+    tiny = {"data": str(tmp_path / "photos"), "resize": 8, "network": "small", "width": 4, "steps": 1}
+    plan = plan_if_folder(tiny)
+    assert plan is not None
+    reasons = dict(plan.reasons)
     assert reasons["imbalance"].startswith(
         "5 labeled images of 1, 12 of 0: the methods are compared by balanced accuracy"
     )
@@ -332,9 +331,8 @@ def test_images_of_other_formats_are_left_out_with_a_word(
 def test_few_images_are_shared_out_among_few_clients(count, clients, labels, tmp_path: Path, scratch: None) -> None:
     """A fifth is held out. Half of the rest have labels, up to ten of each class, and everybody gets some."""
     written(tmp_path / "photos", count)
-    tiny = {"data": "photos", "resize": 8, "network": "small", "width": 4, "steps": 1}
-    contents = scan_folder(tmp_path / "photos")
-    config = make_plan(tiny, contents).config
+    tiny = {"data": str(tmp_path / "photos"), "resize": 8, "network": "small", "width": 4, "steps": 1}
+    config = plan_if_folder(tiny).config
     split = factory.build_problem(config, methods=["fedavg"]).split
     assert (config.clients, int(split.labeled.sum())) == (clients, labels)
     assert len(np.unique(split.client[split.client >= 0])) == clients >= config.cohort
@@ -346,10 +344,9 @@ def test_without_a_decision_the_way_to_one_is_said(
 ) -> None:
     """Heads always get all their splits: more minutes give them none."""
     written(tmp_path / "photos", 4)
-    contents = scan_folder(tmp_path / "photos")
-    assert contents is not None
-    result = replace(make_plan({"data": "photos", "resize": 8, "network": "small", "width": 4}, contents), heads=heads)
-    print_plan_result(result, Namespace(json=False), tmp_path, PlanResult([], None, None))
+    plan = plan_if_folder({"data": str(tmp_path / "photos"), "resize": 8, "network": "small", "width": 4})
+    assert plan is not None
+    print_plan_result(replace(plan, heads=heads), Namespace(json=False), tmp_path, PlanResult([], None, None))
     assert message in capsys.readouterr().out
 
 

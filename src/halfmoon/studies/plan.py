@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ from halfmoon.studies.cost import (
 )
 from halfmoon.studies.decision import Decision
 from halfmoon.studies.folds import DRAWS, FOLDS, count_repeats
-from halfmoon.studies.scan_folder import FolderContents, load_site_source, scan_data
+from halfmoon.studies.scan_folder import FolderContents, load_site_source, scan_folder
 from halfmoon.studies.scratch_trial import TRIAL_METHODS, ScratchTrial, choose_trial
 
 EXPLICIT_OPTIONS = {"method", "baselines", "protocol", "preset", "split"}
@@ -183,11 +184,15 @@ def plan_if_folder(
     check_images: bool = False,
     scratch_trial: bool | None = None,
 ) -> Plan | None:
-    """Plan the run of a data folder.
+    """Plan the run of a data folder within a time limit. Planning measures this machine for some seconds.
+
+    Heads are trained on features of a pretrained network if the user names one, or names no network and the package of
+    the default one is installed. Otherwise a small network is trained from scratch.
 
     Args:
-        options: the user's options; "data" is a name or a folder.
-        minutes: the time limit; None for `DEFAULT_MINUTES`.
+        options: the user's options by name, as in `halfmoon.config.schema`; those that are not set are missing. "data"
+            is a name or a folder.
+        minutes: the time limit of the run; None for `DEFAULT_MINUTES`.
         check_images: read all images if this takes at most `MAX_CHECK_SECONDS`, and make the checks of the run.
         scratch_trial: whether training from scratch is tried next to heads; None to decide by the images and minutes.
 
@@ -195,40 +200,17 @@ def plan_if_folder(
         The plan; None if the options name a method, or "data" is no folder of images.
 
     Raises:
-        UserError: as `make_plan`, and for minutes that are not above 0.
+        UserError: options and images do not fit, minutes are not above 0, or a trial is requested without the
+            pretrained network.
     """
     if minutes is not None and not 0 < minutes < 1e6:
         raise UserError("it must be a number above 0.", option="minutes", value=minutes)
+    minutes = minutes or DEFAULT_MINUTES
     if EXPLICIT_OPTIONS & options.keys():
         return None
-    contents = scan_data(str(options["data"]), options.get("group_pattern"))
+    contents = scan_folder(Path(options["data"]), options.get("group_pattern"))
     if contents is None:
         return None
-    plan = make_plan(options, contents, minutes or DEFAULT_MINUTES, scratch_trial)
-    check_image_options(plan.config)
-    return _check_images(plan) if check_images else plan
-
-
-def make_plan(
-    options: Mapping[str, Any],
-    contents: FolderContents,
-    minutes: float = DEFAULT_MINUTES,
-    scratch_trial: bool | None = None,
-) -> Plan:
-    """Plan the run of a scanned folder within a time limit. Planning measures this machine for some seconds.
-
-    Heads are trained on features of a pretrained network if the user names one, or names no network and the package of
-    the default one is installed. Otherwise a small network is trained from scratch.
-
-    Args:
-        options: the user's options by name, as in `halfmoon.config.schema`; those that are not set are missing.
-        contents: the scanned folder.
-        minutes: the time limit of the run.
-        scratch_trial: whether training from scratch is tried next to heads; None to decide by the images and minutes.
-
-    Raises:
-        UserError: options and images do not fit, or a trial is requested without the pretrained network.
-    """
     network = options.get("network")
     # `tune` selects the layers that are trained. Cached features suffice only if the network before the head is fixed.
     head_only = options.get("tune") in (None, "auto", "head") and options.get("features") is not False
@@ -241,14 +223,17 @@ def make_plan(
     use_heads = network in hubs.PRETRAINED or default_network_usable
     options = _fit_clients(options, contents, use_heads)
     if use_heads:
-        return _plan_heads(options, contents, minutes, scratch_trial)
-    if scratch_trial:
+        plan = _plan_heads(options, contents, minutes, scratch_trial)
+    elif scratch_trial:
         raise UserError(
             "it tries training from scratch next to a pretrained network, and this run is from scratch anyway: leave it out.",
             option="scratch_trial",
             value="set",
         )
-    return _plan_from_scratch(options, contents, minutes)
+    else:
+        plan = _plan_from_scratch(options, contents, minutes)
+    check_image_options(plan.config)
+    return _check_images(plan) if check_images else plan
 
 
 def _check_images(plan: Plan) -> Plan:

@@ -1,7 +1,8 @@
 """Run a plan: train the two methods, compare them on repeated splits, and decide whether unlabeled images help."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from halfmoon.studies.folds import FOLDS, Fold, cross_validation_folds, label_dr
 from halfmoon.studies.head_comparison import decide_by_image, predict_folds
 from halfmoon.studies.plan import Plan, PlanStep, single_client_split
 from halfmoon.studies.run_trial import TrialResult, restrict_to_fold, run_trial
-from halfmoon.studies.scan_folder import FolderContents, load_site_source, scan_data
+from halfmoon.studies.scan_folder import FolderContents, load_site_source, scan_folder
 from halfmoon.studies.scratch_trial import ScratchTrial
 
 
@@ -67,7 +68,7 @@ def load_plan(root: Path) -> Plan | None:
     # The folder's configuration names the method whose budget all methods share, even if the plan's does not. Runs on
     # splits use the plan's, so that those of a resumed plan have the same bytes. Plans of halfmoon 0.2 lack it.
     config = replace(config, reference=record.get("reference", config.reference))
-    contents = scan_data(config.data, config.group_pattern)
+    contents = scan_folder(Path(config.data), config.group_pattern)
     if contents is None:
         raise UserError(f"{config.data}, on which {root} was trained, holds no images any more: put them back.")
     labels_only, with_unlabeled = record["pair"]
@@ -108,65 +109,74 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
         UserError: as `halfmoon.runs.runner.start`.
     """
     config = replace(plan.config, run_dir=root)
-    if not resume:
-        RunFolder.check_unused(root, identity(config, config.method))
-        check_output_folder(root, "run_dir")
+    with nullcontext() if resume else _new_folder(plan, config, root):
+        methods = [config.method, *config.baselines]
+        if plan.contents.site:
+            source = load_site_source(
+                plan.contents, factory.image_preparation(config), plan.share, flip=bool(config.flip), display=watch
+            )
+            split = single_client_split(source.train.labels)
+        else:
+            source = replace(factory.load_images(config), mirror=bool(config.flip))
+            for note in source.notes:
+                watch.record("data_note", note)
+            split = None
+        if source.skipped:
+            runner.write_skipped(root, source.skipped)
+            source = replace(source, skipped=())  # the runs of this plan need no lists of their own
+        # Without a split, the images are divided by the options of `config`.
+        problem = factory.build_problem(config, split, methods, raw=source, progress=feature_progress(watch))
+        outcome = None
+        if plan.contents.site:
+            runs = _run_site_methods(config, methods, root, watch, problem)
+        else:
+            outcome = runner.start(config, watch, problem, resume_existing=True)
+            runs = outcome.summaries
+        # Heads are solved in seconds, so that they are compared without further runs.
+        if plan.heads and plan.contents.site:
+            decision = _cross_validate_heads(plan, problem)
+        elif plan.heads:
+            decision = _compare_label_draws(plan, problem)
+        elif plan.splits < 2:
+            decision = None
+        elif plan.contents.site:
+            decision = _compare_fold_runs(plan, problem, root, watch)
+        else:
+            decision = _compare_split_runs(plan, problem, root, runs, watch)
+        trial = None
+        if plan.trial is not None:
+            trial = run_trial(plan, problem, plan.preferred_method(decision), root, watch)
+        for name, result in ((DECISION, decision), (SCRATCH_TRIAL, trial)):
+            if result is not None:
+                atomic_io.write_atomically(root / name, (json.dumps(result.as_json(), indent=2) + "\n").encode())
+        return PlanResult(runs, outcome, decision, trial)
+
+
+@contextmanager
+def _new_folder(plan: Plan, config: Config, root: Path) -> Iterator[None]:
+    """Write the plan into a new run folder; remove it if a mistake of the user ends the block before a run has started.
+
+    Args:
+        plan: the plan.
+        config: the configuration of its runs.
+        root: the run folder, which must not contain a run.
+
+    Raises:
+        UserError: the folder contains a run, or cannot be written.
+    """
+    RunFolder.check_unused(root, identity(config, config.method))
+    check_output_folder(root, "run_dir")
     existed = root.exists()
     try:
-        if not resume:
-            _write_plan(plan, root)
-        return _run_steps(plan, config, root, watch)
+        _write_plan(plan, root)
+        yield
     except UserError:
-        if not resume and not RunFolder.exists(root):  # no run has started, so nothing can be resumed
+        if not RunFolder.exists(root):  # no run has started, so nothing can be resumed
             for name in (PLAN, SKIPPED):
                 (root / name).unlink(missing_ok=True)
             if not existed and not any(root.iterdir()):
                 root.rmdir()
         raise
-
-
-def _run_steps(plan: Plan, config: Config, root: Path, watch: Callback) -> PlanResult:
-    """Run or resume the steps of a plan, whose configuration with its run folder is `config`."""
-    methods = [config.method, *config.baselines]
-    if plan.contents.site:
-        source = load_site_source(
-            plan.contents, factory.image_preparation(config), plan.share, flip=bool(config.flip), display=watch
-        )
-        split = single_client_split(source.train.labels)
-    else:
-        source = replace(factory.load_images(config), mirror=bool(config.flip))
-        for note in source.notes:
-            watch.record("data_note", note)
-        split = None
-    if source.skipped:
-        runner.write_skipped(root, source.skipped)
-        source = replace(source, skipped=())  # the runs of this plan need no lists of their own
-    # Without a split, the images are divided by the options of `config`.
-    problem = factory.build_problem(config, split, methods, raw=source, progress=feature_progress(watch))
-    outcome = None
-    if plan.contents.site:
-        runs = _run_site_methods(config, methods, root, watch, problem)
-    else:
-        outcome = runner.start(config, watch, problem, resume_existing=True)
-        runs = outcome.summaries
-    # Heads are solved in seconds, so that they are compared without further runs.
-    if plan.heads and plan.contents.site:
-        decision = _cross_validate_heads(plan, problem)
-    elif plan.heads:
-        decision = _compare_label_draws(plan, problem)
-    elif plan.splits < 2:
-        decision = None
-    elif plan.contents.site:
-        decision = _compare_fold_runs(plan, problem, root, watch)
-    else:
-        decision = _compare_split_runs(plan, problem, root, runs, watch)
-    trial = None
-    if plan.trial is not None:
-        trial = run_trial(plan, problem, plan.preferred_method(decision), root, watch)
-    for name, result in ((DECISION, decision), (SCRATCH_TRIAL, trial)):
-        if result is not None:
-            atomic_io.write_atomically(root / name, (json.dumps(result.as_json(), indent=2) + "\n").encode())
-    return PlanResult(runs, outcome, decision, trial)
 
 
 def _write_plan(plan: Plan, root: Path) -> None:

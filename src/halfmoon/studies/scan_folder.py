@@ -158,48 +158,21 @@ class MemoryContents(FolderContents):
         return memory.find(str(self.folder)).train.read(row, preparation)
 
 
-def scan_data(name: str, group_pattern: str | None = None) -> FolderContents | None:
-    """Scan a folder of images as `scan_folder`, or a data set in memory.
-
-    Args:
-        name: the path of a folder, or the name of a data set in memory.
-        group_pattern: a regular expression that finds an image's patient or group in its name.
-
-    Raises:
-        UserError: as `scan_folder`, or the data set in memory is not registered.
-    """
-    if not memory.is_memory_name(name):
-        return scan_folder(Path(name), group_pattern)
-    data = memory.find(name)
-    rows = range(0, len(data.train), -(-len(data.train) // MAX_HEADERS))
-    shapes = [data.train.read(row, UNCHANGED).shape for row in rows]
-    sizes = Counter((height, width) for height, width, _ in shapes)
-    return MemoryContents(
-        folder=Path(name),
-        classes=data.train.classes,
-        paths=tuple(Path(f"image {row}") for row in range(len(data.train))),
-        labels=data.train.labels,
-        tests=0 if data.test is None else len(data.test),
-        sizes=dict(sizes.most_common()),
-        gray=sum(channels == 1 for _, _, channels in shapes),
-        headers=len(shapes),
-        site=not data.train.is_fully_labeled,
-    )
-
-
 def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContents | None:
-    """Scan a folder of images.
+    """Scan a folder of images, or a data set in memory.
 
     Args:
-        folder: class folders, or a site's folder.
+        folder: class folders, or a site's folder; or the name of a data set in memory.
         group_pattern: a regular expression that finds an image's patient or group in its name.
 
     Returns:
         The contents; None for a folder that another reader handles (parquet, idx, official files).
 
     Raises:
-        UserError: the labels have a fault, or no image has a label.
+        UserError: the labels have a fault, no image has a label, or a data set in memory is not registered.
     """
+    if memory.is_memory_name(str(folder)):
+        return _scan_memory(str(folder))
     if is_site_folder(folder) and not _has_only_class_names(folder):
         site_folder = read_site(folder)
         if not (site_folder.labels >= 0).any():
@@ -245,6 +218,25 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
         site=False,
         groups=groups,
         nested=count_nested(images_by_class, train_folder or folder),
+    )
+
+
+def _scan_memory(name: str) -> MemoryContents:
+    """Describe the images of a data set in memory, by the sizes of up to `MAX_HEADERS` of them."""
+    data = memory.find(name)
+    rows = range(0, len(data.train), -(-len(data.train) // MAX_HEADERS))
+    shapes = [data.train.read(row, UNCHANGED).shape for row in rows]
+    sizes = Counter((height, width) for height, width, _ in shapes)
+    return MemoryContents(
+        folder=Path(name),
+        classes=data.train.classes,
+        paths=tuple(Path(f"image {row}") for row in range(len(data.train))),
+        labels=data.train.labels,
+        tests=0 if data.test is None else len(data.test),
+        sizes=dict(sizes.most_common()),
+        gray=sum(channels == 1 for _, _, channels in shapes),
+        headers=len(shapes),
+        site=not data.train.is_fully_labeled,
     )
 
 
