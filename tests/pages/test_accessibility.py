@@ -83,20 +83,20 @@ def test_labeling_is_accessible(browser: Any, tmp_path: Path) -> None:
 
 
 def test_selected_images_are_accessible(browser: Any, tmp_path: Path) -> None:
-    """The wall of the labeling page with the classes for all selected images."""
+    """The grid of the labeling page with the classes for all selected images."""
     with serve_app(LabelPage(read_site(site(tmp_path)), (), None, LabelOptions()).app()) as address:
 
         def selected() -> Any:
             if not browser.find_element("id", "path").text:
                 return False
             press_keys(browser, "w", "a")
-            return browser.find_element("id", "bulk").is_displayed()
+            return browser.find_element("id", "bulk-labels").is_displayed()
 
         check(browser, address, selected)
 
 
 def test_review_is_accessible(browser: Any, tmp_path: Path) -> None:
-    """The wall with selected images, and the quality."""
+    """The grid with selected images, and the quality."""
     probabilities = np.array([[0.8, 0.2], [0.6, 0.4], [0.3, 0.7], [0.1, 0.9]])
     predictions = Predictions(probabilities, np.zeros((4, 1)), ("cat", "dog"))
     done = SimpleNamespace(result=predictions, classes=("cat", "dog"), count=4, total=4, error="")
@@ -104,10 +104,10 @@ def test_review_is_accessible(browser: Any, tmp_path: Path) -> None:
     with serve_app(page.app()) as address:
 
         def selected() -> Any:
-            if not browser.find_elements("css selector", "#wall .cell"):
+            if not browser.find_elements("css selector", "#image-grid .cell"):
                 return False
             press_keys(browser, "a")
-            return browser.find_element("id", "bulk").is_displayed()
+            return browser.find_element("id", "bulk-labels").is_displayed()
 
         check(browser, address, selected)
         press_keys(browser, "q")
@@ -125,7 +125,7 @@ def test_watch_of_a_federation_with_alarms_is_accessible(browser: Any, tmp_path:
     EventLog(tmp_path / "serve.log").record("reply_late", "east was late", site="east")
     with serve_app(WatchPage(tmp_path).app()) as address:
         check(browser, address, lambda: browser.find_elements("css selector", "#alarms li li"))
-        assert len(browser.find_elements("css selector", "#sites tbody tr")) == 2
+        assert len(browser.find_elements("css selector", "#sites-table tbody tr")) == 2
 
 
 @pytest.fixture(scope="module")

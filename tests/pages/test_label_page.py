@@ -71,7 +71,7 @@ def pressed(browser: Any, *keys: str) -> None:
 
 def test_keys_label_undo_skip_and_mark_undecided(browser: Any, page: str, folder: Path) -> None:
     open_page(browser, page)
-    assert [each.text for each in browser.find_elements("css selector", "#choices .name")] == list(CLASSES)
+    assert [each.text for each in browser.find_elements("css selector", "#class-buttons .name")] == list(CLASSES)
     first = shown(browser)
     pressed(browser, "1")
     second = shown(browser)
@@ -97,7 +97,7 @@ def test_page_keys_show_neighbors_in_a_series(browser: Any, page: str) -> None:
     first = shown(browser)
     pressed(browser, "\ue00f")
     assert int(Path(shown(browser)).stem) == int(Path(first).stem) + 1
-    browser.find_element("id", "earlier").click()
+    browser.find_element("id", "previous-in-folder").click()
     wait_until(lambda: shown(browser) == first)
 
 
@@ -105,53 +105,53 @@ def test_undo_waits_for_the_pending_label(browser: Any, page: str, folder: Path)
     open_page(browser, page)
     first = shown(browser)
     browser.execute_script("for (const key of '1u') document.dispatchEvent(new KeyboardEvent('keydown', { key }))")
-    wait_until(lambda: browser.find_element("id", "spoken").get_attribute("textContent") == "Undone.")
+    wait_until(lambda: browser.find_element("id", "announcement").get_attribute("textContent") == "Undone.")
     assert (shown(browser), read_labels(folder)) == (first, {})
 
 
-def test_skipped_image_is_last_on_the_wall(browser: Any, page: str) -> None:
+def test_skipped_image_is_last_in_the_grid(browser: Any, page: str) -> None:
     open_page(browser, page)
     first = shown(browser)
     pressed(browser, "s")
     second = shown(browser)
     press_keys(browser, "w")
-    cell = "return document.querySelector('#wall .cell[data-place=\"0\"]')?.title"
+    cell = "return document.querySelector('#image-grid .cell[data-position=\"0\"]')?.title"
     assert wait_until(lambda: browser.execute_script(cell)).startswith(second)
     press_keys(browser, "\ue010")  # End
-    last = f"return document.querySelector('#wall .cell[data-place=\"{COUNT - 1}\"]')?.title"
+    last = f"return document.querySelector('#image-grid .cell[data-position=\"{COUNT - 1}\"]')?.title"
     assert wait_until(lambda: browser.execute_script(last)).startswith(first)
 
 
 def test_page_shows_the_order(browser: Any, page: str) -> None:
     open_page(browser, page)
-    way = Select(browser.find_element("id", "way"))
-    assert way.first_selected_option.text == "uncertain and different"
-    text = browser.find_element("id", "rank").text
+    order = Select(browser.find_element("id", "order"))
+    assert order.first_selected_option.text == "uncertain and different"
+    text = browser.find_element("id", "ranks").text
     assert re.fullmatch(rf"uncertainty 0\.\d\d, rank [\d,]+ of {COUNT:,}", text)
-    way.select_by_value("unsure")
-    wait_until(lambda: " rank 1 of" in browser.find_element("id", "rank").text)
+    order.select_by_value("uncertain")
+    wait_until(lambda: " rank 1 of" in browser.find_element("id", "ranks").text)
     for rank in range(1, 5):
-        assert f"rank {rank} of" in wait_until(lambda: browser.find_element("id", "rank").text)
+        assert f"rank {rank} of" in wait_until(lambda: browser.find_element("id", "ranks").text)
         pressed(browser, "s")
 
 
 def test_tab_and_enter_label(browser: Any, page: str, folder: Path) -> None:
     open_page(browser, page)
     first = shown(browser)
-    browser.execute_script("document.querySelectorAll('#choices button')[1].focus()")
+    browser.execute_script("document.querySelectorAll('#class-buttons button')[1].focus()")
     pressed(browser, "\ue007")
     assert read_labels(folder) == {first: "<b>dog</b>"}
 
 
 def test_suggestions_are_hidden_until_requested(browser: Any, page: str) -> None:
     open_page(browser, page)
-    assert not browser.find_element("id", "suggest").is_selected()
+    assert not browser.find_element("id", "suggestions").is_selected()
     assert not browser.find_element("id", "suggestion").is_displayed()
     requested = "return performance.getEntriesByType('resource').filter((e) => e.name.includes('/prediction/')).length"
     assert browser.execute_script(requested) == 0
     press_keys(browser, "m")
     wait_until(lambda: browser.find_element("id", "suggestion").text.startswith("The model predicts "))
-    assert len(browser.find_elements("css selector", "#choices .suggested")) == 1
+    assert len(browser.find_elements("css selector", "#class-buttons .suggested")) == 1
 
 
 def test_zoom_and_contrast_change_the_image(browser: Any, page: str) -> None:
@@ -162,7 +162,7 @@ def test_zoom_and_contrast_change_the_image(browser: Any, page: str) -> None:
     assert image.size["width"] == pytest.approx(3 * wide, rel=0.01)
     press_keys(browser, "z", "c")
     assert image.size["width"] == pytest.approx(wide, rel=0.01)
-    wait_until(lambda: image.get_attribute("data-look") == "stretch")
+    wait_until(lambda: image.get_attribute("data-preset") == "stretch")
 
 
 def canvas(browser: Any) -> np.ndarray:
@@ -185,10 +185,10 @@ def test_shown_pixels_equal_those_of_training_in_any_window(browser: Any, deep: 
     with serve_app(LabelPage(read_site(deep), (), None, LabelOptions()).app()) as address:
         open_page(browser, address)
         expected = decode_to_shape(data, "a", 64, 64, 1)[:, :, 0]
-        wait_until(lambda: browser.find_element("id", "image").get_attribute("data-look"))
+        wait_until(lambda: browser.find_element("id", "image").get_attribute("data-preset"))
         assert np.array_equal(canvas(browser), expected)
         for name, value in (("center", "1500"), ("width", "800")):
-            field = browser.find_element("id", name)
+            field = browser.find_element("id", f"window-{name}")
             field.clear()
             field.send_keys(value)
         window = decode_to_shape(data, "a", 64, 64, 1, window=(1100, 1900))[:, :, 0]
@@ -197,9 +197,9 @@ def test_shown_pixels_equal_those_of_training_in_any_window(browser: Any, deep: 
         press_keys(browser, "\ue015")  # down: a higher center is darker
         wait_until(lambda: canvas(browser).mean() < window.mean() - 1)
         stage = browser.find_element("id", "stage")
-        before = float(browser.find_element("id", "width").get_attribute("value"))
+        before = float(browser.find_element("id", "window-width").get_attribute("value"))
         ActionChains(browser).click_and_hold(stage).move_by_offset(60, 0).release().perform()
-        assert float(browser.find_element("id", "width").get_attribute("value")) > before
+        assert float(browser.find_element("id", "window-width").get_attribute("value")) > before
     assert browser.get_log("browser") == []
 
 
@@ -208,24 +208,24 @@ def test_many_are_labeled_with_one_key_and_undone_at_once(browser: Any, page: st
     press_keys(browser, "w")
 
     def cell(n: int):
-        return browser.find_element("css selector", f'#wall .cell[data-place="{n}"]')
+        return browser.find_element("css selector", f'#image-grid .cell[data-position="{n}"]')
 
     titles = [wait_until(lambda n=n: cell(n)).get_attribute("title").split(":")[0] for n in range(9)]
     ActionChains(browser).key_down("\ue009").click(cell(0)).key_up("\ue009").perform()
     ActionChains(browser).key_down("\ue008").click(cell(3)).key_up("\ue008").perform()
-    assert browser.find_element("id", "chosen").text == "4 selected"
+    assert browser.find_element("id", "selection-count").text == "4 selected"
     press_keys(browser, "2")
     wait_until(lambda: len(read_labels(folder)) == 4)
     assert read_labels(folder) == dict.fromkeys(titles[:4], "<b>dog</b>")
-    title = "return document.querySelector('#wall .cell[data-place=\"0\"]').title"
+    title = "return document.querySelector('#image-grid .cell[data-position=\"0\"]').title"
     wait_until(lambda: browser.execute_script(title).startswith(titles[4]))
     ActionChains(browser).click_and_hold(cell(0)).move_to_element(cell(2)).release().perform()
-    wait_until(lambda: browser.find_element("id", "chosen").text == "3 selected")
+    wait_until(lambda: browser.find_element("id", "selection-count").text == "3 selected")
     press_keys(browser, "1")
     wait_until(lambda: browser.find_element("id", "progress").text.startswith("7 of"))
     assert len(read_labels(folder)) == 7
     press_keys(browser, "a")
-    assert int(browser.find_element("id", "chosen").text.split()[0]) > 20
+    assert int(browser.find_element("id", "selection-count").text.split()[0]) > 20
     press_keys(browser, "\ue00c", "u")
     wait_until(lambda: browser.find_element("id", "progress").text.startswith("4 of"))
     assert read_labels(folder) == dict.fromkeys(titles[:4], "<b>dog</b>")
@@ -272,25 +272,25 @@ def test_another_tab_moves_on_when_its_image_is_labeled(browser: Any, page: str,
     assert browser.find_element("id", "progress").text.startswith("1 of")
 
 
-def test_wall_of_thousands_has_only_visible_cells(browser: Any, page: str) -> None:
+def test_grid_of_thousands_has_only_visible_cells(browser: Any, page: str) -> None:
     open_page(browser, page)
     press_keys(browser, "w")
-    cells = "return document.querySelectorAll('#wall .cell').length"
+    cells = "return document.querySelectorAll('#image-grid .cell').length"
     wait_until(lambda: browser.execute_script(cells))
     assert browser.execute_script(cells) < 150
     took = browser.execute_async_script(
-        "const done = arguments[0]; const wall = document.getElementById('wall'); const began = performance.now();"
-        "let n = 0; const step = () => { wall.scrollTop = (++n * wall.scrollHeight) / 30;"
+        "const done = arguments[0]; const grid = document.getElementById('image-grid'); const began = performance.now();"
+        "let n = 0; const step = () => { grid.scrollTop = (++n * grid.scrollHeight) / 30;"
         "n < 30 ? requestAnimationFrame(step) : done((performance.now() - began) / 30) }; step()"
     )
     assert took < 200, "a frame takes too long"
     assert browser.execute_script(cells) < 150
-    last = "return Math.max(...[...document.querySelectorAll('#wall .cell')].map((each) => Number(each.dataset.place)))"
+    last = "return Math.max(...[...document.querySelectorAll('#image-grid .cell')].map((each) => Number(each.dataset.position)))"
     assert browser.execute_script(last) == COUNT - 1
     press_keys(browser, "\ue011")  # Home
-    wait_until(lambda: browser.execute_script("return document.activeElement.dataset.place") == "0")
+    wait_until(lambda: browser.execute_script("return document.activeElement.dataset.position") == "0")
     press_keys(browser, "\ue014", "\ue007")
-    wait_until(lambda: browser.find_element("id", "one").is_displayed())
+    wait_until(lambda: browser.find_element("id", "single-view").is_displayed())
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1400, True)])
@@ -300,7 +300,7 @@ def test_page_fits_a_phone_and_dark_mode(browser: Any, page: str, width: int, da
     back = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, back[4:-1].split(","))) < 200) == dark
     small = browser.execute_script(
-        "return [...document.querySelectorAll('#choices button, .acts button')]"
+        "return [...document.querySelectorAll('#class-buttons button, .actions button')]"
         ".filter((each) => each.getBoundingClientRect().height < 34).length"
     )
     assert small == 0
@@ -313,12 +313,12 @@ def test_every_class_can_be_reached_on_a_phone(browser: Any, tmp_path: Path) -> 
     with serve_app(LabelPage(read_site(tmp_path), (), None, LabelOptions()).app()) as address:
         open_page(browser, address, 390)
         hidden = browser.execute_script(
-            "return [...document.querySelectorAll('#choices button')].filter((each) => {"
+            "return [...document.querySelectorAll('#class-buttons button')].filter((each) => {"
             " each.focus(); const box = each.getBoundingClientRect();"
             " return !each.contains(document.elementFromPoint(box.x + box.width / 2, box.y + box.height - 3)); }).length"
         )
         assert hidden == 0
-        stage, first = (browser.find_element("css selector", name).rect for name in ("#stage", "#choices button"))
+        stage, first = (browser.find_element("css selector", name).rect for name in ("#stage", "#class-buttons button"))
         assert first["y"] - (stage["y"] + stage["height"]) < 60, "something is between the image and its classes"
 
 
@@ -332,7 +332,7 @@ def test_unreadable_images_are_last(browser: Any, tmp_path: Path) -> None:
         open_page(browser, address)
         wait_until(lambda: shown(browser) == "9.png")
         pressed(browser, "1")
-        assert browser.find_element("css selector", "#stage.broken").is_displayed()
+        assert browser.find_element("css selector", "#stage.unreadable").is_displayed()
     browser.get_log("browser")
 
 
@@ -349,7 +349,7 @@ def test_radiographs_have_a_dark_surround_and_captions_without_identifiers(brows
         seen = {}
         for _ in range(2):
             name = wait_until(lambda: shown(browser))
-            wait_until(lambda: browser.execute_script("return document.querySelector('#image').dataset.look"))
+            wait_until(lambda: browser.execute_script("return document.querySelector('#image').dataset.preset"))
             if "IM01" in name:
                 name = wait_until(lambda: "study" in shown(browser) and shown(browser))
             seen[name] = browser.execute_script("return getComputedStyle(stage).backgroundColor")

@@ -37,10 +37,10 @@ class Session:
         return len(read_labels(self.folder))
 
     def cells(self) -> list[tuple[Any, str]]:
-        """Return the cells of the wall in their order, and their images."""
-        wait_until(lambda: self.browser.find_elements("css selector", "#wall .cell"))
-        found = self.browser.find_elements("css selector", "#wall .cell")
-        found.sort(key=lambda cell: int(cell.get_attribute("data-place")))
+        """Return the cells of the grid in their order, and their images."""
+        wait_until(lambda: self.browser.find_elements("css selector", "#image-grid .cell"))
+        found = self.browser.find_elements("css selector", "#image-grid .cell")
+        found.sort(key=lambda cell: int(cell.get_attribute("data-position")))
         return [(cell, cell.get_attribute("title").split(":")[0]) for cell in found]
 
 
@@ -73,32 +73,32 @@ def test_a_folder_is_labeled_and_trained_on(session: Session) -> None:
     assert {name: truth[name] for name in read_labels(session.folder)} == read_labels(session.folder)
     session["train"].click()
     wait_until(lambda: not session["train"].is_enabled())
-    wait_until(lambda: session["rank"].text.startswith("uncertainty"), 90)
+    wait_until(lambda: session["ranks"].text.startswith("uncertainty"), 90)
 
     here = session["path"].text
-    session["alike"].click()
+    session["similar"].click()
     wait_until(lambda: session.cells()[0][1] == here)
-    assert Select(session["which"]).first_selected_option.text == f"like {here}"
+    assert Select(session["filter"]).first_selected_option.text == f"like {here}"
     near = [cell for cell, name in session.cells()[:8] if truth[name] == truth[here]]
     assert len(near) > 3, "images of the same digit are near"
 
-    Select(session["which"]).select_by_value("waiting")
+    Select(session["filter"]).select_by_value("waiting")
     before = session.done
     first = session.cells()[0][1]
     ActionChains(browser).click_and_hold(session.cells()[0][0]).move_to_element(
         session.cells()[2][0]
     ).release().perform()
-    wait_until(lambda: session["chosen"].text == "3 selected")
+    wait_until(lambda: session["selection-count"].text == "3 selected")
     press_keys(browser, truth[first])
     wait_until(lambda: session.done == before + 3)
-    session["take-back"].click()
+    session["grid-undo"].click()
     wait_until(lambda: session.done == before)
-    session["select"].click()
+    session["select-mode"].click()
     session.cells()[0][0].click()
-    wait_until(lambda: session["chosen"].text == "1 selected")
+    wait_until(lambda: session["selection-count"].text == "1 selected")
     press_keys(browser, "=")
-    wait_until(lambda: Select(session["which"]).first_selected_option.text == f"like {first}")
-    session["tab-one"].click()
-    wait_until(lambda: len(browser.find_elements("css selector", "#curve .marker > *")) == 1, 150)
-    assert session["trained"].text.startswith(f"{WANTED} labels: ")
+    wait_until(lambda: Select(session["filter"]).first_selected_option.text == f"like {first}")
+    session["tab-single"].click()
+    wait_until(lambda: len(browser.find_elements("css selector", "#learning-curve .marker > *")) == 1, 150)
+    assert session["training-status"].text.startswith(f"{WANTED} labels: ")
     assert [row for row in browser.get_log("browser") if " 422 " not in row["message"]] == []

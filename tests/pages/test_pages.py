@@ -112,10 +112,10 @@ def test_another_origin_is_refused(address: str):
         f"{page_origin}.evil.example",
     ):
         assert get(address, "start", Origin=origin)[0] == 403
-        assert get(address, "answer", "POST", b"{}", Origin=origin)[0] == 403
+        assert get(address, "label", "POST", b"{}", Origin=origin)[0] == 403
     assert get(address, "start", Origin=page_origin)[0] == 200
-    assert get(address, "answer", "POST", b"{}")[0] == 403  # what changes something says where it comes from
-    assert get(address, "answer", "POST", b"{}", Origin=page_origin)[0] == 422
+    assert get(address, "label", "POST", b"{}")[0] == 403  # what changes something says where it comes from
+    assert get(address, "label", "POST", b"{}", Origin=page_origin)[0] == 422
     assert get(address, "start", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors")[0] == 403
     assert get(address, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200
 
@@ -125,14 +125,14 @@ def test_invalid_labels_are_refused_with_a_message(address: str):
     metadata += ('0, "label": ["cat"]', '0, "label": "a\\nb"', '0, "label": "cow"')
     bodies = [f'{{"row": {each}}}'.encode() for each in metadata]
     for body in (b"", b"[1]", b"{", b"\xff", b"[" * 60_000, *bodies, b" " * (MAX_BODY_BYTES + 1)):
-        status, text, _ = get(address, "answer", "POST", body, Origin=f"http://{urlsplit(address).netloc}")
+        status, text, _ = get(address, "label", "POST", body, Origin=f"http://{urlsplit(address).netloc}")
         assert status == (413 if len(body) > MAX_BODY_BYTES else 422), body[:40]
         assert text["error"].endswith(".")
 
 
 def test_only_known_paths_are_served(address: str):
     files = ("..%2fserver.py", "../server.py", ".", "x.js", "label.html", "label.html%00.js", f"{'x' * 300}.js")
-    for path in (*(f"web/{name}" for name in files), "image/9", "queue?way=x"):
+    for path in (*(f"web/{name}" for name in files), "image/9", "queue?order=x"):
         assert get(address, path)[0] in (404, 422), path
 
 
@@ -355,7 +355,7 @@ def test_numbers_and_letters_that_no_page_sends_are_bad_requests(address: str):
     for path in (
         f"state?since={digits}",
         f"image/{digits}",
-        f"guess/{digits}",
+        f"prediction/{digits}",
         f"similar/{digits}",
         "image/x",
         "image/-1",
@@ -364,10 +364,10 @@ def test_numbers_and_letters_that_no_page_sends_are_bad_requests(address: str):
         assert status == 400, path[:20]
         assert text["error"].endswith(" must be a whole number of at most 18 digits.")
     origin = f"http://{urlsplit(address).netloc}"
-    for path, field in (("note", "note"), ("answer", "label")):
+    for path, field in (("note", "note"), ("label", "label")):
         status, text, _ = get(address, path, "POST", b'{"row": 0, "%s": "\\ud800"}' % field.encode(), Origin=origin)
         assert (status, text) == (400, {"error": f"{field} has a character that is no Unicode text."})
-    status, text, _ = get(address, "answer", "POST", f'{{"row": {digits}}}'.encode(), Origin=origin)
+    status, text, _ = get(address, "label", "POST", f'{{"row": {digits}}}'.encode(), Origin=origin)
     assert status == 422
 
 

@@ -51,7 +51,9 @@ def test_names_and_tags_of_images_are_text(browser: Any, tmp_path: Path) -> None
             assert any(payload in name for payload in PAYLOADS)
             assert not has_run(browser)
             browser.execute_script("document.dispatchEvent(new KeyboardEvent('keydown', { key: 's' }))")
-        assert any(PAYLOADS[0] in button.text for button in browser.find_elements("css selector", "#choices button"))
+        assert any(
+            PAYLOADS[0] in button.text for button in browser.find_elements("css selector", "#class-buttons button")
+        )
 
 
 def test_the_lines_of_a_model_card_are_text(browser: Any, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_class_folders_become_a_labels_file_with_the_first_correction(tmp_path: 
     page.get_state(make_request())  # a look at the disk leaves the names of the folders
     assert list(page.store.labels) == [1, 1, 2, 2]
     assert not (tmp_path / "labels.csv").exists()
-    page.post_label(make_request(row=0, label="ship", seen="dog"))
+    page.post_label(make_request(row=0, label="ship", previous="dog"))
     assert read_labels(tmp_path) == {
         "dog/0.png": "ship",
         "dog/1.png": "dog",
@@ -109,8 +109,8 @@ def page(tmp_path: Path) -> Iterator[str]:
 
 
 def cells(browser: Any) -> list[str]:
-    found = browser.find_elements("css selector", "#wall .cell")
-    found.sort(key=lambda cell: int(cell.get_attribute("data-place")))
+    found = browser.find_elements("css selector", "#image-grid .cell")
+    found.sort(key=lambda cell: int(cell.get_attribute("data-position")))
     return [each.get_attribute("title") for each in found]
 
 
@@ -121,7 +121,7 @@ def chosen(browser: Any, select: str, message: str) -> None:
 
 
 @needs_browser
-def test_the_wall_is_sorted_and_filtered(browser: Any, page: str) -> None:
+def test_the_grid_is_sorted_and_filtered(browser: Any, page: str) -> None:
     open_page(browser, page)
     assert wait_until(lambda: cells(browser))[0].startswith("c.png: ship · 40 %, label dog")
     # e.png cannot be read: it is the last image in every order.
@@ -129,13 +129,13 @@ def test_the_wall_is_sorted_and_filtered(browser: Any, page: str) -> None:
         chosen(browser, "sort", message)
         assert cells(browser)[0].startswith(first)
         assert cells(browser)[-1].startswith("e.png")
-    chosen(browser, "predicted", "ship")
+    chosen(browser, "prediction-filter", "ship")
     assert [each.split(":")[0] for each in cells(browser)] == ["c.png", "d.png"]
     assert browser.get_log("browser") == []
 
 
 @needs_browser
-def test_wall_that_changes_at_once_requests_only_its_images(browser: Any, page: str) -> None:
+def test_grid_that_changes_at_once_requests_only_its_images(browser: Any, page: str) -> None:
     """Five images are drawn, and then two, before one was requested: positions 2 to 4 are empty then."""
     open_page(browser, page)
     wait_until(lambda: cells(browser))
@@ -143,7 +143,7 @@ def test_wall_that_changes_at_once_requests_only_its_images(browser: Any, page: 
         "const show = (select, words) => {"
         " select.value = [...select.options].find((option) => option.text === words).value;"
         " select.dispatchEvent(new Event('change')); };"
-        "show(sort, 'by path'); show(predicted, 'ship');"
+        "show(sort, 'by path'); show(document.getElementById('prediction-filter'), 'ship');"
     )
     wait_until(lambda: len(cells(browser)) == 2)
     time.sleep(0.3)
@@ -154,18 +154,18 @@ def test_wall_that_changes_at_once_requests_only_its_images(browser: Any, page: 
 def test_a_key_corrects_and_another_undoes(browser: Any, page: str, tmp_path: Path) -> None:
     open_page(browser, page)
     wait_until(lambda: cells(browser))
-    browser.execute_script("document.querySelector('#wall .cell').focus()")
+    browser.execute_script("document.querySelector('#image-grid .cell').focus()")
     press_keys(browser, "\ue007")
-    wait_until(lambda: browser.find_element("id", "one").is_displayed())
+    wait_until(lambda: browser.find_element("id", "image-dialog").is_displayed())
     press_keys(browser, "3")
     wait_until(lambda: read_labels(tmp_path)["c.png"] == "ship")
-    wait_until(lambda: "Its label is ship." in browser.find_element("id", "said").text)
+    wait_until(lambda: "Its label is ship." in browser.find_element("id", "prediction").text)
     press_keys(browser, "u")
     wait_until(lambda: read_labels(tmp_path)["c.png"] == "dog")
     press_keys(browser, "\ue014")
     wait_until(lambda: browser.find_element("id", "path").text != "c.png")
     press_keys(browser, "\ue00c")
-    wait_until(lambda: not browser.find_element("id", "one").is_displayed())
+    wait_until(lambda: not browser.find_element("id", "image-dialog").is_displayed())
 
 
 @needs_browser
@@ -195,12 +195,12 @@ def test_selected_images_get_one_label_and_lose_it_at_once(browser: Any, page: s
     before = read_labels(tmp_path)
     press_keys(browser, "x")
     for name in ("+a.png", "d.png"):
-        browser.find_element("css selector", f"#wall .cell[title^='{name}']").click()
-    assert browser.find_element("id", "chosen").text == "2 selected"
+        browser.find_element("css selector", f"#image-grid .cell[title^='{name}']").click()
+    assert browser.find_element("id", "selection-count").text == "2 selected"
     press_keys(browser, "2")
     wait_until(lambda: read_labels(tmp_path) == {**before, "+a.png": "dog", "d.png": "dog"})
-    # The server writes the labels before the page has its answer.
-    wait_until(lambda: not browser.find_element("id", "bulk").is_displayed())
+    # The server writes the labels before the page has its response.
+    wait_until(lambda: not browser.find_element("id", "bulk-labels").is_displayed())
     press_keys(browser, "u")
     wait_until(lambda: read_labels(tmp_path) == before)
     assert browser.get_log("browser") == []

@@ -70,7 +70,7 @@ def test_run_has_progress_and_remaining_time(tmp_path: Path):
     assert run.update()
     metadata = run.describe(time.time())
     assert (metadata["state"], metadata["round"], metadata["rounds"]) == ("running", 12, 20)
-    assert metadata["left"] == pytest.approx(8 * 0.5, abs=1)  # 8 rounds of half a second
+    assert metadata["seconds_left"] == pytest.approx(8 * 0.5, abs=1)  # 8 rounds of half a second
     drawn = run.collect_plot_data()
     assert drawn["lines"]["accuracy"]["x"] == [2, 4, 6, 8, 10, 12]
     assert drawn["lines"]["sent"]["y"] == [0.5] * 12
@@ -191,17 +191,17 @@ def test_federation_view_has_the_state_of_each_site(tmp_path: Path):
         "site-02": "connected",
     }
     # Its numbers of images are in columns.
-    assert sites["site-02"]["words"] == "joined"
+    assert sites["site-02"]["last_event"] == "joined"
     assert (sites["site-01"]["late"], sites["site-01"]["refused"], sites["site-02"]["no reply"]) == (1, 1, 1)
     assert len(found["log"]) == 9
     assert (sites["site-02"]["labeled"], sites["site-02"]["unlabeled"]) == (40, 531)
     assert sites["site-00"]["labeled"] is None
-    assert sites["site-02"]["contact"] == "2026-11-21 04:55:30"
+    assert sites["site-02"]["last_contact"] == "2026-11-21 04:55:30"
 
 
 def test_a_finished_round_is_a_contact_with_its_sites(tmp_path: Path):
     record(tmp_path, *SERVER, ("04:59:00", "round_finished", "round 5", {"round": 5, "cohort": ["site-01"]}))
-    sites = {each["name"]: each["contact"] for each in views.federation_view(tmp_path)["sites"]}
+    sites = {each["name"]: each["last_contact"] for each in views.federation_view(tmp_path)["sites"]}
     assert sites == {"site-01": "2026-11-21 04:59:00", "site-02": "2026-11-21 04:55:30"}
 
 
@@ -253,7 +253,7 @@ def test_run_without_a_locking_process_is_shown_as_stopped(tmp_path: Path):
     assert run.describe(now + 100)["state"] == "running"
     metadata = run.describe(now + 130)
     assert metadata["state"] == "stopped"
-    assert "continue it with halfmoon serve" in metadata["alarms"][-1]["words"]
+    assert "continue it with halfmoon serve" in metadata["alarms"][-1]["text"]
 
 
 def test_accuracies_of_sites_are_drawn_with_their_mean(tmp_path: Path):
@@ -262,7 +262,7 @@ def test_accuracies_of_sites_are_drawn_with_their_mean(tmp_path: Path):
     run = FollowedRun(tmp_path, "r")
     run.update()
     (west,) = run.collect_plot_data()["sites"]
-    assert (west["look"]["title"], west["x"], west["y"]) == ("west", [1, 2], [25.0, 50.0])
+    assert (west["style"]["title"], west["x"], west["y"]) == ("west", [1, 2], [25.0, 50.0])
 
 
 def test_left_out_site_is_shown_until_the_next_round(tmp_path: Path):
@@ -271,7 +271,7 @@ def test_left_out_site_is_shown_until_the_next_round(tmp_path: Path):
     first = ("04:54:09", "round_finished", "round 1 of 9: 3 sites, mean loss 2.0", left_out)
     record(tmp_path, first)
     (west,) = views.federation_view(tmp_path)["sites"]
-    assert (west["state"], west["words"], west["left out"]) == ("left out", f"west was left out: {message}", 1)
+    assert (west["state"], west["last_event"], west["left out"]) == ("left out", f"west was left out: {message}", 1)
     later = (
         first,
         ("04:55:09", "round_finished", "round 2 of 9: 3 sites, mean loss 1.9", {"round": 2}),
@@ -295,8 +295,8 @@ def test_site_view_describes_its_participation(tmp_path: Path):
     assert found["sentence"] == (
         "Round 12 of 50: your images helped in 2, the model is right on 71 % of your test images."
     )
-    assert found["tests"] == [[11, 71.0]]
-    assert found["rows"][0]["sends"] == "params 58.2 kB, stats 640 B"
+    assert found["evaluations"] == [[11, 71.0]]
+    assert found["rows"][0]["sent"] == "params 58.2 kB, stats 640 B"
     assert views.site_view(state_folder) == found
 
 
@@ -311,7 +311,7 @@ def test_site_view_describes_invitation_and_end(tmp_path: Path):
     assert found["sentence"] == (
         "The federation is over: your images helped in 2 of 50 rounds, the model is right on 66 % of your test images."
     )
-    assert found["tests"][-1] == [50, pytest.approx(65.83)]
+    assert found["evaluations"][-1] == [50, pytest.approx(65.83)]
 
 
 def test_every_event_that_the_views_read_is_recorded_somewhere():
@@ -362,13 +362,13 @@ def test_a_growing_run_is_followed(browser: Any, tmp_path: Path) -> None:
         assert len(browser.find_elements("css selector", lines)) == 2
         with (tmp_path / "r" / "metrics.jsonl").open("a") as file:
             file.write('{"round": 13, "test": {"accuracy": 0.99}}\n')
-        wait_until(lambda: "99.00" in browser.find_element("id", "runs").text)
-        first = browser.find_element("css selector", "#table tbody tr td").text
+        wait_until(lambda: "99.00" in browser.find_element("id", "runs-table").text)
+        first = browser.find_element("css selector", "#rounds-table tbody tr td").text
         assert first == "13"
-        browser.find_element("css selector", "#runs input").send_keys(" ")  # by keyboard
+        browser.find_element("css selector", "#runs-table input").send_keys(" ")  # by keyboard
         wait_until(lambda: len(browser.find_elements("css selector", lines)) == 1)
-        browser.find_element("id", "filter").send_keys("fedavg")
-        wait_until(lambda: len(browser.find_elements("css selector", "#runs tbody tr")) == 1)
+        browser.find_element("id", "run-filter").send_keys("fedavg")
+        wait_until(lambda: len(browser.find_elements("css selector", "#runs-table tbody tr")) == 1)
         assert browser.get_log("browser") == []
     wait_until(lambda: "stopped in the terminal" in browser.find_element("id", "notice").text)
 
@@ -378,7 +378,7 @@ def test_a_site_and_a_federation_are_shown(browser: Any, tmp_path: Path) -> None
     record(tmp_path, *SITE, log="join.log")
     with serve_app(WatchPage(tmp_path).app()) as address:
         open_page(browser, address, 390, dark=True)
-        assert browser.find_element("id", "sentence").text.startswith("Round 12 of 50: your images helped in 2")
+        assert browser.find_element("id", "summary").text.startswith("Round 12 of 50: your images helped in 2")
         set_viewport(browser, 390, dark=False)  # the evening is over
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
         assert browser.get_log("browser") == []
@@ -391,15 +391,15 @@ def test_a_site_and_a_federation_are_shown(browser: Any, tmp_path: Path) -> None
         open_page(browser, address)
         assert "no longer connected" in browser.find_element("id", "log").text
         assert "<i>x</i>-01 is there" in browser.find_element("id", "log").text
-        assert len(browser.find_elements("css selector", "#sites tbody tr")) == 2
-        cells = browser.find_element("css selector", "#sites tbody tr:first-child").text
+        assert len(browser.find_elements("css selector", "#sites-table tbody tr")) == 2
+        cells = browser.find_element("css selector", "#sites-table tbody tr:first-child").text
         assert cells.startswith("site-02 took part to the end 2026-11-21 04:55:30 40 of 571")
         tops = [
             browser.find_element("id", name).rect["y"] for name in ("sites-section", "runs-section", "curves-section")
         ]
         assert tops == sorted(tops), "the sites come first"
         assert (
-            browser.find_element("id", "sentence").text == "The federation is over; 1 of 2 sites took part to the end."
+            browser.find_element("id", "summary").text == "The federation is over; 1 of 2 sites took part to the end."
         )
 
 
@@ -427,7 +427,7 @@ def test_twelve_runs_scroll_only_inside_their_frames(browser: Any, tmp_path: Pat
     sweep = write_sweep(tmp_path)
     with serve_app(WatchPage(sweep).app()) as address:
         open_page(browser, address, 390)
-        assert len(browser.find_elements("css selector", "#runs tbody tr")) == 12
+        assert len(browser.find_elements("css selector", "#runs-table tbody tr")) == 12
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
         open_page(browser, address, 1280)
         seen = "[...document.querySelectorAll('.plot svg.chart')].map((each) => [each.viewBox.baseVal.width, each.clientWidth])"

@@ -25,7 +25,7 @@ def test_a_second_reader_sees_no_label_and_writes_none_of_the_first(tmp_path: Pa
     second.store.set_label(1, "sound", "", None)
     assert read_labels(tmp_path) == {f"{n}.png": "sound" for n in range(3)}
     assert find_disagreements(tmp_path) == ["0.png"]
-    assert LabelPage(site, (), None, LabelOptions())._find_differing() == [0]
+    assert LabelPage(site, (), None, LabelOptions())._find_disagreements() == [0]
     for name in ("", "../x", "a b"):
         with pytest.raises(UserError, match="needs a name"):
             LabelPage(site, (), None, LabelOptions(reader=name))

@@ -100,7 +100,7 @@ def federation_view(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dic
                 members = [names[k] for k in cohorts.get(event.fields.get("round"), ()) if k < len(names)]
             for name, site in sites.items():
                 if name in members:
-                    site["contact"] = event.time
+                    site["last_contact"] = event.time
                 # An outlier is left out of the aggregation of one round only.
                 if name in members or site["state"] == "left out":
                     site["state"] = "connected"
@@ -119,12 +119,12 @@ def federation_view(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dic
 
 def _new_site(name: str) -> dict[str, Any]:
     counts = {**dict.fromkeys(IMAGE_COUNTS), **dict.fromkeys(COUNTED_STATES, 0)}
-    return {"name": name, "state": "not connected yet", "contact": "", "words": "", **counts}
+    return {"name": name, "state": "not connected yet", "last_contact": "", "last_event": "", **counts}
 
 
 def _update_site(sites: dict[str, dict[str, Any]], name: str, state: str, time: str, text: str) -> None:
     site = sites.setdefault(name, _new_site(name))
-    site |= {"state": state, "contact": time, "words": text}
+    site |= {"state": state, "last_contact": time, "last_event": text}
     site[state] = site.get(state, 0) + 1
 
 
@@ -154,50 +154,57 @@ def site_view(folder: Path) -> dict[str, Any] | None:
     """Build the view that a site's people have of their federation; None for folders that are not a site's.
 
     Returns:
-        "federation", "method", "rounds" of the terms; "round": the last round with this site; "asked": whether consent
-        is missing; "over"; "right": accuracy of the latest model on the site's test images, in percent; "helped": the
-        number of rounds with this site; "rows": the latest of these; "tests": [rounds, accuracy] of each evaluated
-        model; "sentence"; "log".
+        "federation", "method", "rounds" of the terms; "round": the last round with this site; "needs_consent": whether
+        the site is invited and its consent is missing; "is_finished"; "accuracy" of the latest model on the site's
+        test images, in percent; "rounds_with_site": their number; "rows": the latest of these; "evaluations":
+        [rounds, accuracy] of each evaluated model; "sentence"; "log".
     """
     state_folder = find_state_folder(folder)
     if state_folder is None:
         return None
     events = read_events(state_folder)
-    view: dict[str, Any] = {"federation": "", "method": "", "rounds": 0, "round": 0, "asked": False, "right": None}
-    view["over"] = False
+    view: dict[str, Any] = {
+        "federation": "",
+        "method": "",
+        "rounds": 0,
+        "round": 0,
+        "needs_consent": False,
+        "accuracy": None,
+    }
+    view["is_finished"] = False
     rounds: dict[int, dict[str, Any]] = {}
-    tests: list[list[float]] = []
+    evaluations: list[list[float]] = []
     for event in events:
         fields = event.fields
         if event.name in ("terms_offered", "joined"):
             if fields["federation"] != view["federation"]:  # the rounds of another federation start at 1
                 rounds = {}
-                tests = []
-                view |= {"round": 0, "right": None, "over": False}
+                evaluations = []
+                view |= {"round": 0, "accuracy": None, "is_finished": False}
             view |= {name: fields[name] for name in ("federation", "method", "rounds")}
-            view["asked"] = event.name == "terms_offered"
+            view["needs_consent"] = event.name == "terms_offered"
         elif event.name == "trained":
             number = int(fields["round"])
             rounds[number] = {
                 "round": number,
-                "when": event.time,
+                "time": event.time,
                 "received": fields["received"],
-                "did": fields["work"],
-                "sends": fields["sent"],
+                "work": fields["work"],
+                "sent": fields["sent"],
                 "loss": fields["loss"],
             }
             view["round"] = max(view["round"], number)
         elif event.name == "evaluated" and fields["images"] == "test":
-            view["right"] = 100 * fields["accuracy"]
+            view["accuracy"] = 100 * fields["accuracy"]
             count = view["rounds"] if fields["rounds"] is None else fields["rounds"]
-            tests.append([count, view["right"]])
+            evaluations.append([count, view["accuracy"]])
         elif event.name == "finished":
-            view["over"] = True
+            view["is_finished"] = True
             if fields["accuracy"] is not None:
-                view["right"] = 100 * fields["accuracy"]
-                tests.append([view["rounds"], view["right"]])
+                view["accuracy"] = 100 * fields["accuracy"]
+                evaluations.append([view["rounds"], view["accuracy"]])
     latest = [rounds[number] for number in sorted(rounds)][-MAX_LOG_LINES:]
-    view |= {"helped": len(rounds), "rows": latest, "tests": tests}
+    view |= {"rounds_with_site": len(rounds), "rows": latest, "evaluations": evaluations}
     view["sentence"] = describe_participation(view) if events else f"{OLDER_VERSION}{SITE_LOG}."
     return view | {"log": _format_log(events)}
 
@@ -206,15 +213,18 @@ def describe_participation(view: dict[str, Any]) -> str:
     """Describe the participation of a site in one line, for its people.
 
     Args:
-        view: the keys that `site_view` sets: "federation", its name, "" before the site has joined one; "asked",
-            whether the site is invited and its consent is missing; "round" of "rounds"; "helped", the number of rounds
-            with this site; "over"; "right", the accuracy on the site's test images in percent, None if unknown.
+        view: the keys that `site_view` sets: "federation", its name, "" before the site has joined one;
+            "needs_consent", whether the site is invited and its consent is missing; "round" of "rounds";
+            "rounds_with_site", their number; "is_finished"; "accuracy" on the site's test images in percent, None if
+            unknown.
     """
-    if view["asked"]:
+    if view["needs_consent"]:
         return f"You are asked to take part in {view['federation']}; no training has been done yet."
     if not view["federation"]:
         return "This site has not joined a federation yet."
-    accuracy = "" if view["right"] is None else f", the model is right on {view['right']:.0f} % of your test images"
-    if view["over"]:
-        return f"The federation is over: your images helped in {view['helped']} of {view['rounds']} rounds{accuracy}."
-    return f"Round {view['round']} of {view['rounds']}: your images helped in {view['helped']}{accuracy}."
+    accuracy = (
+        "" if view["accuracy"] is None else f", the model is right on {view['accuracy']:.0f} % of your test images"
+    )
+    if view["is_finished"]:
+        return f"The federation is over: your images helped in {view['rounds_with_site']} of {view['rounds']} rounds{accuracy}."
+    return f"Round {view['round']} of {view['rounds']}: your images helped in {view['rounds_with_site']}{accuracy}."

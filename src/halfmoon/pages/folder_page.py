@@ -69,15 +69,15 @@ class FolderPage:
         """Build the response with everything that a page needs when it opens.
 
         Returns:
-            The state (`get_state`); the "folder", "paths" and "labels" of all images; "unsure_rows", the undecided
-            ones; "foldered", whether the labels are names of class folders.
+            The state (`get_state`); the "folder", "paths" and "labels" of all images; "undecided_rows", the rows of
+            undecided images; "labels_from_folders", whether the labels are names of class folders.
         """
         return self.get_state(request) | {
             "folder": self.site.folder.resolve().name,
             "paths": list(self.site.paths),
             "labels": self.store.labels.tolist(),
-            "unsure_rows": np.flatnonzero(self.store.undecided).tolist(),
-            "foldered": self.store.labels_from_folders,
+            "undecided_rows": np.flatnonzero(self.store.undecided).tolist(),
+            "labels_from_folders": self.store.labels_from_folders,
         }
 
     def get_state(self, request: Request) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class FolderPage:
         if (prediction := self.prediction) is not None:
             model = {
                 "done": prediction.count,
-                "of": prediction.total,
+                "total": prediction.total,
                 "ready": prediction.result is not None,
                 "error": prediction.error,
             }
@@ -135,14 +135,14 @@ class FolderPage:
         Until there is this file, labels may be the names of class folders; the first label then writes all of them.
 
         Args:
-            request: JSON with "row" (number of the image), "label" (class name), "seen" (the label that the page
+            request: JSON with "row" (number of the image), "label" (class name), "previous" (the label that the page
                 showed, so that another person's label is not overwritten) and "since" (version that the page has).
         """
         message = parse_body(request)
         self.store.set_label(
             row=parse_row(message, len(self.site)),
             label=parse_text(message, "label"),
-            previous=parse_text(message, "seen"),
+            previous=parse_text(message, "previous"),
             by=self.parse_annotator(message),
         )
         return self.describe(message.get("since"))
@@ -151,17 +151,17 @@ class FolderPage:
         """Write the labels of several images, all or none, to the site's labels file, and describe all labels.
 
         Args:
-            request: JSON with "said", a list of [row, label, seen] as in `post_label`, and "since".
+            request: JSON with "entries", a list of [row, label, previous] as in `post_label`, and "since".
         """
         message = parse_body(request)
-        items = message.get("said")
+        items = message.get("entries")
         if not isinstance(items, list) or not all(isinstance(item, list) and len(item) == 3 for item in items):
-            raise UserError("said must be a list of [row, label, seen].")
+            raise UserError("entries must be a list of [row, label, previous].")
         entries = []
         for item in items:
-            named: dict[str, Any] = dict(zip(("row", "label", "seen"), item, strict=True))
+            named: dict[str, Any] = dict(zip(("row", "label", "previous"), item, strict=True))
             row = parse_row(named, len(self.site))
-            entries.append((row, parse_text(named, "label"), parse_text(named, "seen")))
+            entries.append((row, parse_text(named, "label"), parse_text(named, "previous")))
         self.store.set_labels(entries, self.parse_annotator(message))
         return self.describe(message.get("since"))
 
@@ -186,7 +186,7 @@ class FolderPage:
         }
         title = f"{title} {self.site.folder.resolve().name}"
         return build_app(
-            page, title, {**common, **gets}, {"/answer": self.post_label, "/answers": self.post_labels, **posts}
+            page, title, {**common, **gets}, {"/label": self.post_label, "/labels": self.post_labels, **posts}
         )
 
     def serve(

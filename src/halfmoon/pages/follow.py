@@ -250,7 +250,7 @@ class FollowedRun:
             now: the time in seconds since 1970.
 
         Returns:
-            Among others "age", the seconds since the last change; "left", the estimated seconds to the end; "accuracy",
+            Among others "age", the seconds since the last change; "seconds_left", the estimated time to the end; "accuracy",
             the last one in percent; "version", which grows with every change of the files.
         """
         state, age = self.state(now)
@@ -268,7 +268,7 @@ class FollowedRun:
             "state": state,
             "waiting": federation_events.describe_wait(self.path) if state == "waiting" else "",
             "age": round(age),
-            "left": None if state != "running" else self.seconds_left(age),
+            "seconds_left": None if state != "running" else self.seconds_left(age),
             "accuracy": accuracy[-1] if accuracy else None,
             "best": max(accuracy, default=None),
             "alarms": [alarm.to_json() for alarm in alarms],
@@ -281,7 +281,7 @@ class FollowedRun:
         Returns:
             "lines": a curve {"x": rounds, "y": values} for each quantity that has values, such as "accuracy", "sent"
             (uploaded MB of a round) and "seconds"; "sites": the accuracy curve of each site of a federation, with its
-            style ("look"); "rows": the table of the last `MAX_TABLE_ROWS` rounds.
+            "style"; "rows": the table of the last `MAX_TABLE_ROWS` rounds.
         """
         uploads = _uploaded_megabytes(self.metrics.rows)
         seconds = self.seconds()
@@ -293,7 +293,7 @@ class FollowedRun:
         # The first style is that of the run's curve.
         for name, style in zip(names, line_styles([self.method, *names])[1:], strict=True):
             values = {round: 100 * accuracies[name] for round, accuracies in by_round if name in accuracies}
-            sites.append({"look": {**style_to_json(style), "title": name}, **_line(values)})
+            sites.append({"style": {**style_to_json(style), "title": name}, **_line(values)})
         table = [_table_row(row, uploads, seconds) for row in self.metrics.rows[-MAX_TABLE_ROWS:]]
         return {"lines": lines, "sites": sites, "rows": table}
 
@@ -438,7 +438,7 @@ class Alarm(NamedTuple):
 
     def to_json(self) -> dict[str, str]:
         """Convert the alarm to the fields that the page reads."""
-        return {"kind": self.kind, "words": self.text}
+        return {"kind": self.kind, "text": self.text}
 
 
 def find_alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float, command: str = "resume") -> list[Alarm]:

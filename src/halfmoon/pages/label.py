@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 REORDER_AFTER_LABELS = 20
 """Number of labels after which the order is recomputed."""
 
-ORDERS = ("mixed", "unsure", "random")
+ORDERS = ("mixed", "uncertain", "random")
 """Orders of images: uncertain ones spread over classes and features, the most uncertain first, and random."""
 
 
@@ -109,7 +109,7 @@ def order_unlabeled(
         predictions: predictions of the images, None for a random order.
         store: the labels so far, and the images that a person could not label ("undecided").
         seed: the seed of the random order.
-        order: "mixed", "unsure" (the most uncertain first) or "random". In the mixed order uncertain images are spread
+        order: "mixed", "uncertain" (the most uncertain first) or "random". In the mixed order uncertain images are spread
             over classes and features, and every fifth image is a random one.
 
     Returns:
@@ -120,7 +120,7 @@ def order_unlabeled(
     if predictions is None or order == "random":
         return random_order
     labels = labels_in_model_classes(predictions, store)
-    if order == "unsure":
+    if order == "uncertain":
         return order_for_labeling(predictions, labels, unlabeled, seed, greedy_images=0)  # by uncertainty only
     return mix_in_random(order_for_labeling(predictions, labels, unlabeled, seed), random_order)
 
@@ -166,11 +166,11 @@ class LabelPage(FolderPage):
     def describe(self, since: Any) -> dict[str, Any]:
         """Describe the labels, the model's progress and the training.
 
-        "guesses" is 0 without predictions, and changes when the predictions change.
+        "predictions_version" is 0 without predictions, and changes when the predictions change.
         """
         # Unique for each source: 1 for the given model, 2n or 2n + 1 after n trainings.
-        count = 2 * self.training.count + int(self.predictions is not None)
-        return super().describe(since) | {"training": self.training.describe(), "guesses": count}
+        version = 2 * self.training.count + int(self.predictions is not None)
+        return super().describe(since) | {"training": self.training.describe(), "predictions_version": version}
 
     def order(self, order: str = ORDERS[0]) -> np.ndarray:
         """Order the images to label, as rows in the list of the site's images.
@@ -190,13 +190,13 @@ class LabelPage(FolderPage):
             return self._order[1]
 
     def get_queue(self, request: Request) -> dict[str, Any]:
-        """Build the response with the images to label in the order of ?way=, and why each of them comes so early.
+        """Build the response with the images to label in the order of ?order=, and the ranks from which it results.
 
         Returns:
-            "order": the rows of the images; and for each of them its "uncertainty" (0 to 1), "rank", that of its
-            uncertainty, and "far", the rank of its distance to labeled images. The largest has rank 1; 0 is unknown.
+            "order": the rows of the images; and for each of them its "uncertainty" (0 to 1), "uncertainty_rank", and
+            "distance_rank", the rank of its distance to labeled images. The largest has rank 1; 0 is unknown.
         """
-        order = request.query_params.get("way", ORDERS[0])
+        order = request.query_params.get("order", ORDERS[0])
         if order not in ORDERS:
             raise UserError(f"there is no order {order!r}; choose one of {', '.join(ORDERS)}.")
         self.store.refresh()
@@ -210,16 +210,16 @@ class LabelPage(FolderPage):
         return {
             "order": rows.tolist(),
             "uncertainty": np.round(np.nan_to_num(uncertainty), 6).tolist(),
-            "rank": rank_descending(uncertainty).tolist(),
-            "far": rank_descending(distance).tolist(),
+            "uncertainty_rank": rank_descending(uncertainty).tolist(),
+            "distance_rank": rank_descending(distance).tolist(),
         }
 
     def get_start(self, request: Request) -> dict[str, Any]:
         notes = self.store.read_notes()
-        page_fields = {"by": self.options.by, "notes": notes, "differing": self._find_differing()}
+        page_fields = {"by": self.options.by, "notes": notes, "disagreements": self._find_disagreements()}
         return super().get_start(request) | self.get_queue(request) | page_fields
 
-    def _find_differing(self) -> list[int]:
+    def _find_disagreements(self) -> list[int]:
         """Find the rows to which two readers gave different labels; [] for a second reader, who must not see them."""
         if self.options.reader is not None:
             return []
@@ -261,13 +261,13 @@ class LabelPage(FolderPage):
         """Record that a person could not label an image, or remove this record, and describe all labels.
 
         Args:
-            request: JSON with "row" (number of the image), "on" (false removes the record) and "since".
+            request: JSON with "row" (number of the image), "undecided" (false removes the record) and "since".
         """
         message = parse_body(request)
         row = parse_row(message, len(self.site))
-        undecided = message.get("on")
+        undecided = message.get("undecided")
         if not isinstance(undecided, bool):
-            raise UserError("on must be true or false.")
+            raise UserError("undecided must be true or false.")
         self.store.set_undecided(row, undecided, self.parse_annotator(message))
         return self.describe(message.get("since"))
 

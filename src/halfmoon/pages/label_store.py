@@ -216,8 +216,8 @@ class LabelStore:
 
         Returns:
             "version", to be sent as `since` next time; "classes", their names; "changes": [row, label, undecided] of
-            changed images; "counts": labels by class; "starved": classes with far fewer labels than others; "labeled",
-            "unsure" (undecided and without a label) and "total" count images.
+            changed images; "counts": labels by class; "rare_classes": classes with far fewer labels than others; "labeled",
+            "undecided" (without a label) and "total" count images.
         """
         self.refresh()
         with self._lock:
@@ -226,8 +226,8 @@ class LabelStore:
                 "changes": self.changes_since(since),
                 "classes": list(self.classes),
                 "counts": self.count_labels(),
-                "starved": self.find_rare_classes(),
+                "rare_classes": self.find_rare_classes(),
                 "labeled": int((self.labels >= 0).sum()),
-                "unsure": int((self.undecided & (self.labels < 0)).sum()),
+                "undecided": int((self.undecided & (self.labels < 0)).sum()),
                 "total": len(self.paths),
             }

@@ -85,7 +85,7 @@ class ReviewPage(FolderPage):
 
         Returns:
             Lists in the order of the images: "predicted", the class (-1 for an unreadable image); its "probability";
-            "second", the next class. "known" is the number of the model's classes; labels may be of others.
+            "runner_up", the next class. "known" is the number of the model's classes; labels may be of others.
         """
         predictions = self.require_predictions()
         probabilities = np.nan_to_num(predictions.probabilities)
@@ -98,7 +98,7 @@ class ReviewPage(FolderPage):
         return {
             "predicted": predicted.tolist(),
             "probability": np.round(top[:, 0], 6).tolist(),
-            "second": page_class[order[:, -1]].tolist(),
+            "runner_up": page_class[order[:, -1]].tolist(),
             "known": len(self.prediction.classes),
         }
 
@@ -143,7 +143,7 @@ class ReviewPage(FolderPage):
                 highest_first = np.sort(predictions.probabilities[row])[::-1]
                 cells[:2] = [predicted, f"{highest_first[0]:.6f}"]
                 if len(highest_first) > 1:
-                    cells[2:] = [names[page_predictions["second"][row]], f"{highest_first[1]:.6f}"]
+                    cells[2:] = [names[page_predictions["runner_up"][row]], f"{highest_first[1]:.6f}"]
             agrees = ""
             if label and predicted:
                 agrees = "yes" if label == predicted else "no"

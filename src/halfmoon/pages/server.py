@@ -188,7 +188,7 @@ def _to_handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         try:
             result = await run_in_threadpool(endpoint, request)
         except LabelConflict as error:
-            return JSONResponse({"error": str(error), "held": error.current}, 409)
+            return JSONResponse({"error": str(error), "current": error.current}, 409)
         except BadRequest as error:
             return JSONResponse({"error": str(error)}, 400)
         except UserError as error:
@@ -215,7 +215,7 @@ def _file_response(name: str) -> Response:
     # The charts and the logo of reports are shared.
     package = "halfmoon.report" if name in ("plot.js", "draw.js", "charts.js", "logo.svg") else "halfmoon.pages"
     try:
-        if not re.fullmatch(r"[a-z]{1,32}\.(css|js|svg)", name):
+        if not re.fullmatch(r"[a-z_]{1,32}\.(css|js|svg)", name):
             raise FileNotFoundError(name)
         content = templates.read_web_file(package, name)
     except FileNotFoundError:

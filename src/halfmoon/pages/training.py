@@ -182,7 +182,7 @@ class BackgroundTraining:
 
     def describe(self) -> dict[str, Any]:
         """Describe the progress, the last error and all results for a page."""
-        return {"progress": self.progress, "error": self.error, "points": self.points, "words": self.summary}
+        return {"progress": self.progress, "error": self.error, "points": self.points, "summary": self.summary}
 
     @property
     def summary(self) -> str:

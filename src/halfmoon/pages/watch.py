@@ -75,19 +75,21 @@ class WatchPage:
         """Build the JSON of the state of all runs, which the page asks for again and again.
 
         Curves and rows are sent only for runs that the page does not have in their latest version, as listed in
-        ?have=NUMBER:VERSION,...
+        ?versions=NUMBER:VERSION,...
 
         Returns:
             "runs": the state of each run, with its curves; "planned": number of planned runs of a sweep or comparison;
             "left_out": number of runs that are too many to follow; "alarms": upper bounds with a lower accuracy than
             lower bounds; "federation" and "site": the views of a server's and of a site's folder, None for others.
         """
-        have = dict(item.rsplit(":", 1) for item in request.query_params.get("have", "").split(",") if ":" in item)
+        versions = dict(
+            item.rsplit(":", 1) for item in request.query_params.get("versions", "").split(",") if ":" in item
+        )
         with self._lock:
             self.follower.update()
             runs = list(self.follower.runs.values())
             now = time.time()
-            # Runs of the same method and options have the same name, and so the same line style ("look").
+            # Runs of the same method and options have the same name, and so the same line style.
             variants = name_variants(runs)
             names = list(dict.fromkeys(variants))
             styles = dict(zip(names, line_styles(names), strict=True))
@@ -95,8 +97,8 @@ class WatchPage:
             for number, run in enumerate(runs):
                 view = run.describe(now) | {"id": number}
                 view["title"] = self._titles.get(run.method, view["title"])
-                view["look"] = style_to_json(styles[variants[number]])
-                if have.get(str(number)) != str(run.version):
+                view["style"] = style_to_json(styles[variants[number]])
+                if versions.get(str(number)) != str(run.version):
                     view |= run.collect_plot_data()
                 run_views.append(view)
             # A server is its own run; its rows have the cohorts.

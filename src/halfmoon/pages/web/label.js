@@ -1,401 +1,773 @@
-import { announce, answer, ask, askCaptions, askName, byId, choices, count, fullName, html, keys, keysOf, notice, percent, shortName, takeOver, withLast } from "./common.js";
-import { ARROWS, Look, tools } from "./look.js";
-import { Wall } from "./wall.js";
+/* global lineChart */
+/**
+ * The page of `halfmoon site label`: unlabeled images one by one, the most useful first, or all images in a grid.
+ *
+ * A row is the index of an image in the folder.
+ */
 
-const AGAIN = 20; // labels after which the order is requested again
-const EVERY = 3000; // ms between two requests for labels that others have written
+import {
+  addKeyHandler,
+  announce,
+  applyState,
+  askAnnotatorName,
+  assignKeys,
+  byId,
+  clearStoppedNotice,
+  createElement,
+  fitGridToWindow,
+  formatCount,
+  formatPercent,
+  imageName,
+  imageTitle,
+  loadCaptions,
+  moveToEnd,
+  renderBulkButtons,
+  renderClassButtons,
+  requestJson,
+  saveLabel,
+  saveLabels,
+  showNotice,
+} from "./common.js";
+import { ImageGrid } from "./image_grid.js";
+import { ARROW_KEY_DRAGS, ImageViewer, findViewerControls } from "./viewer.js";
 
-const data = { labels: [], unreadable: new Set(), unsure: new Set(), order: [], paths: [], facts: null };
-const skipped = new Set(JSON.parse(sessionStorage.getItem("skipped") ?? "[]")); // also after the page is loaded again
-const done = []; // what can be undone: {row, before, after, kind}
-let row = -1;
-let since = 0;
-let busy = 0; // actions that are running or waiting
-let doing = Promise.resolve();
+const REORDER_AFTER_LABELS = 20;
+const POLL_MS = 3000; // time between two requests for changes, such as other people's labels
+const BUSY_POLL_MS = 700; // the same while the server trains or predicts
+const MANY_CLASSES = 12; // with more classes there is a search field
+const CAPTION_LINE_PIXELS = 16;
 
-const look = new Look(byId("stage"), byId("image"), tools());
-look.unreadable = (at) => putLast(at);
-const wall = new Wall(byId("wall"), { fill, open: (place) => goTo(wall.rows[place]), source: (at) => `image/${at}?small=1`, changed: drawBulk, unreadable: (at) => data.unreadable.add(at) });
+/** @type {import("./common.js").FolderData & Object} */
+const data = {
+  paths: [],
+  labels: [],
+  undecided: new Set(),
+  state: null,
+  notes: {}, // text by row
+  disagreements: [], // rows to which two readers gave different labels
+  order: [], // unlabeled rows, the most useful first
+  ranks: new Map(), // {uncertainty, uncertaintyRank, distanceRank} by row of the order
+  unreadable: new Set(), // rows that the server cannot decode
+  similar: null, // {row, rows}: all rows, the most similar to `row` first
+};
+const skippedRows = new Set(JSON.parse(sessionStorage.getItem("skipped") ?? "[]")); // also after a reload
+const undoStack = []; // {kind: "label" | "labels" | "undecided" | "skip", ...}
+let currentRow = -1; // the image of the single view, -1 for none
+let isShownInOrder = false; // whether the image is shown because it is the next one
+let suggestedClass = ""; // the class that the model predicts for the image, if suggestions are on
+let givenLabelCount = 0;
 
-const labelName = (at) => (data.labels[at] >= 0 ? data.facts.classes[data.labels[at]] : "");
-const waits = (at) => data.labels[at] < 0 && !data.unsure.has(at);
+const viewer = new ImageViewer(byId("stage"), byId("image"), findViewerControls(), moveUnreadableToEnd);
+const grid = new ImageGrid(byId("image-grid"), {
+  describeCell,
+  onOpen: (position) => showImage(grid.rows[position]),
+  imageUrl: (row) => `image/${row}?small=1`,
+  onSelect: renderSelection,
+  onUnreadable: (row) => data.unreadable.add(row),
+});
 
-// The images without a label, in their order; then those skipped, the one skipped first before the others; then those
-// that cannot be read.
-const queue = () => withLast([...data.order.filter((at) => waits(at) && !skipped.has(at)), ...[...skipped].filter(waits)], data.unreadable);
+const isGridShown = () => !byId("grid-view").hidden;
+const labelName = (row) => (data.labels[row] >= 0 ? data.state.classes[data.labels[row]] : "");
+const needsLabel = (row) => data.labels[row] < 0 && !data.undecided.has(row);
+const allRows = () => [...data.paths.keys()];
 
-// Remember that an image cannot be read, and go on if it was shown in its turn.
-function putLast(at) {
-  const known = data.unreadable.has(at);
-  data.unreadable.add(at);
-  if (known || at !== row || !data.inTurn) return;
+// Actions of the person
+
+let pendingActions = 0; // actions that run or wait
+let lastAction = Promise.resolve();
+
+/**
+ * Run an action after the ones before it, and show its error.
+ *
+ * @param {function(): Promise<void>} action
+ * @param {boolean} [waits] - Whether it waits for a running action. Otherwise it is dropped, because it was meant for
+ *   an image that is no longer shown then.
+ */
+function runAction(action, waits = false) {
+  if (pendingActions && !waits) {
+    return;
+  }
+  pendingActions += 1;
+  lastAction = lastAction
+    .then(action)
+    .then(
+      () => showNotice(""),
+      (error) => showNotice(error.message),
+    )
+    .finally(() => {
+      pendingActions -= 1;
+    });
+}
+
+/** Label the current image, and show the next one. */
+function labelCurrentImage(classIndex) {
+  runAction(async () => {
+    if (currentRow < 0) {
+      return;
+    }
+    const row = currentRow;
+    const previous = labelName(row);
+    const label = data.state.classes[classIndex];
+    const wasUndecided = data.undecided.has(row);
+    const isSaved = await saveLabel(data, row, label, previous);
+    if (!isSaved) {
+      applyState(data, await requestJson(`state?since=${data.state.version}`));
+      showNextImage();
+      return;
+    }
+    undoStack.push({ kind: "label", row, label, previous, wasUndecided });
+    skippedRows.delete(row);
+    storeSkippedRows();
+    announce(`${label}.`);
+    givenLabelCount += 1;
+    if (givenLabelCount % REORDER_AFTER_LABELS === 0) {
+      await reloadOrder();
+    }
+    showNextImage();
+  });
+}
+
+/** Give one label to all images that are selected in the grid. */
+function labelSelectedImages(classIndex) {
+  runAction(async () => {
+    const rows = [...grid.selectedRows];
+    if (!rows.length) {
+      return;
+    }
+    const label = data.state.classes[classIndex];
+    const entries = rows.map((row) => [row, label, labelName(row)]);
+    const undecidedRows = rows.filter((row) => data.undecided.has(row));
+    await saveLabels(data, entries);
+    undoStack.push({ kind: "labels", entries, undecidedRows });
+    givenLabelCount += rows.length;
+    announce(`${rows.length} images: ${label}.`);
+    refreshGridView();
+  });
+}
+
+/** Mark all unlabeled images that are selected in the grid as undecided. */
+function markSelectedUndecided() {
+  runAction(async () => {
+    if (!grid.selectedRows.size) {
+      return;
+    }
+    for (const row of [...grid.selectedRows].filter(needsLabel)) {
+      await saveUndecided(row, true);
+      undoStack.push({ kind: "undecided", row });
+    }
+    refreshGridView();
+  });
+}
+
+function refreshGridView() {
+  grid.clearSelection();
+  render();
+  renderGrid(true);
+}
+
+/** Move the current image to the end of the order, and show the next one. */
+function skipCurrentImage() {
+  runAction(async () => {
+    if (currentRow < 0) {
+      return;
+    }
+    // The set is in the order of insertion: an image that is skipped again is the last one.
+    skippedRows.delete(currentRow);
+    skippedRows.add(currentRow);
+    storeSkippedRows();
+    undoStack.push({ kind: "skip", row: currentRow });
+    const [nextRow] = nextRows(1);
+    showImage(nextRow ?? currentRow);
+  });
+}
+
+/** Mark the current image as undecided, and show the next one. */
+function markCurrentUndecided() {
+  runAction(async () => {
+    if (currentRow < 0) {
+      return;
+    }
+    const row = currentRow;
+    await saveUndecided(row, true);
+    undoStack.push({ kind: "undecided", row });
+    announce("Not sure.");
+    showNextImage();
+  });
+}
+
+/** Record whether a person could not label an image. */
+async function saveUndecided(row, undecided) {
+  const body = { row, undecided, by: data.annotator ?? "", since: data.state.version };
+  applyState(data, await requestJson("undecided", body));
+}
+
+/** Undo the last label, mark or skip, and show its image. */
+function undoLast() {
+  runAction(async () => {
+    const last = undoStack.at(-1);
+    if (!last) {
+      return;
+    }
+    if (last.kind === "label") {
+      const isSaved = await saveLabel(data, last.row, last.previous, last.label);
+      if (isSaved && last.wasUndecided) {
+        await saveUndecided(last.row, true);
+      }
+    } else if (last.kind === "labels") {
+      await saveLabels(
+        data,
+        last.entries.map(([row, label, previous]) => [row, previous, label]),
+      );
+      for (const row of last.undecidedRows) {
+        await saveUndecided(row, true);
+      }
+    } else if (last.kind === "undecided") {
+      await saveUndecided(last.row, false);
+    } else {
+      skippedRows.delete(last.row);
+      storeSkippedRows();
+    }
+    undoStack.pop(); // only after the server has undone it
+    announce("Undone.");
+    if (isGridShown()) {
+      render();
+      renderGrid(true);
+    } else {
+      showImage(last.kind === "labels" ? last.entries[0][0] : last.row);
+    }
+  }, true);
+}
+
+function saveNote() {
+  const row = currentRow;
+  const note = byId("note").value.trim();
+  runAction(async () => {
+    const body = { row, note, by: data.annotator ?? "", since: data.state.version };
+    applyState(data, await requestJson("note", body));
+    data.notes[row] = note;
+  }, true);
+}
+
+function startTraining() {
+  runAction(async () => {
+    applyState(data, await requestJson("train", {}));
+    render();
+  }, true);
+}
+
+function storeSkippedRows() {
+  sessionStorage.setItem("skipped", JSON.stringify([...skippedRows]));
+}
+
+// The order of the images
+
+/** List the unlabeled rows in their order; skipped images are after the others, and unreadable ones at the end. */
+function listQueue() {
+  const rows = data.order.filter((row) => needsLabel(row) && !skippedRows.has(row));
+  return moveToEnd([...rows, ...[...skippedRows].filter(needsLabel)], data.unreadable);
+}
+
+/** List the next rows of the queue, without the current one. */
+const nextRows = (count) =>
+  listQueue()
+    .filter((row) => row !== currentRow)
+    .slice(0, count);
+
+/** Take over the order of a response of /queue. */
+function applyOrder(response) {
+  data.order = response.order;
+  data.ranks = new Map();
+  response.order.forEach((row, index) => {
+    data.ranks.set(row, {
+      uncertainty: response.uncertainty[index],
+      uncertaintyRank: response.uncertainty_rank[index],
+      distanceRank: response.distance_rank[index],
+    });
+  });
+}
+
+async function reloadOrder() {
+  applyOrder(await requestJson(`queue?order=${byId("order").value}`));
+}
+
+/** Describe why an image is at its place in the order; "" for a random order. */
+function describeRanks(row) {
+  const { uncertainty, uncertaintyRank, distanceRank } = data.ranks.get(row) ?? {};
+  if (!uncertaintyRank) {
+    return "";
+  }
+  const rank = `rank ${formatCount(uncertaintyRank)} of ${formatCount(data.ranks.size)}`;
+  const distance = distanceRank ? `; distance to labeled images: rank ${formatCount(distanceRank)}` : "";
+  return `uncertainty ${uncertainty.toFixed(2)}, ${rank}${distance}`;
+}
+
+/** Remember that an image cannot be read. If it is shown because it is the next one, show another one instead. */
+function moveUnreadableToEnd(row) {
+  const wasKnown = data.unreadable.has(row);
+  data.unreadable.add(row);
+  if (wasKnown || row !== currentRow || !isShownInOrder) {
+    return;
+  }
   announce("An image cannot be read; it is shown after all others.");
-  next();
+  showNextImage();
 }
 
-const upcoming = (most) => queue().filter((at) => at !== row).slice(0, most);
+// The view of a single image
 
-function takeOrder(found) {
-  data.order = found.order;
-  data.why = new Map(found.order.map((at, n) => [at, { uncertainty: found.uncertainty[n], rank: found.rank[n], far: found.far[n] }]));
-}
-
-// The numbers of the order: the uncertainty, and the rank of the distance to labeled images.
-function whyOf(at) {
-  const { uncertainty, rank, far } = data.why.get(at) ?? {};
-  if (!rank) return "";
-  const unlike = far ? `; distance to labeled images: rank ${count(far)}` : "";
-  return `uncertainty ${uncertainty.toFixed(2)}, rank ${count(rank)} of ${count(data.why.size)}${unlike}`;
-}
-
-const orderAgain = async () => takeOrder(await ask(`queue?way=${byId("way").value}`));
-const skips = () => sessionStorage.setItem("skipped", JSON.stringify([...skipped]));
-
-function next() {
-  const [first] = upcoming(1);
-  goTo(first ?? (row >= 0 && waits(row) ? row : -1), true);
-}
-
-function goTo(at, inTurn = false) {
-  row = at;
-  data.inTurn = inTurn;
-  view("one");
-  byId("none").hidden = at >= 0;
-  byId("image").hidden = at < 0;
-  if (at < 0) {
-    const unsure = data.facts.unsure;
-    byId("none").textContent = unsure ? `Every other image has a label. ${count(unsure)} marked “not sure” are under All images.` : "Every image has a label.";
-    byId("path").textContent = byId("rank").textContent = "";
-  } else {
-    byId("path").textContent = fullName(data, at);
-    byId("rank").textContent = whyOf(at);
-    byId("note").value = data.notes[at] ?? "";
-    look.show(at, data.paths[at]);
-    look.ahead(upcoming(3));
+function showNextImage() {
+  let [row] = nextRows(1);
+  if (row === undefined) {
+    const isLast = currentRow >= 0 && needsLabel(currentRow);
+    row = isLast ? currentRow : -1;
   }
-  draw();
-  suggest();
+  showImage(row, true);
 }
 
-function draw() {
-  const { facts } = data;
-  byId("progress").textContent = `${count(facts.labeled)} of ${count(facts.total)} labeled`;
-  const host = byId("choices");
-  host.classList.toggle("many", facts.classes.length > 12);
-  choices(host, facts, { now: row >= 0 ? data.labels[row] : -1, suggested: data.suggested, press: give });
-  byId("find").hidden = facts.classes.length <= 12;
-  find();
-  byId("undo").disabled = byId("take-back").disabled = !done.length;
-  byId("note").hidden = row < 0;
-  for (const id of ["skip", "doubt"]) byId(id).disabled = row < 0;
-  for (const button of host.children) button.disabled = row < 0;
-  const { model, training } = facts;
-  byId("model").textContent = facts.guesses ? "" : !model ? "order: random" : model.error ? "" : `the model predicts the images: ${count(model.done)} of ${count(model.of)}`;
-  for (const id of ["ordering", "alike", "alike-here"]) byId(id).hidden = !facts.guesses;
-  byId("suggesting").hidden = !facts.guesses && (!model || Boolean(model.error));
+/**
+ * Show an image in the single view, or that there is none.
+ *
+ * @param {number} row - Its row, -1 for none.
+ * @param {boolean} [isNext] - Whether it is shown because it is the next one in the order.
+ */
+function showImage(row, isNext = false) {
+  currentRow = row;
+  isShownInOrder = isNext;
+  switchView("single");
+  byId("no-image").hidden = row >= 0;
+  byId("image").hidden = row < 0;
+  if (row < 0) {
+    const { undecided } = data.state;
+    byId("no-image").textContent = undecided
+      ? `Every other image has a label. ${formatCount(undecided)} marked “not sure” are under All images.`
+      : "Every image has a label.";
+    byId("path").textContent = "";
+    byId("ranks").textContent = "";
+  } else {
+    byId("path").textContent = imageTitle(data, row);
+    byId("ranks").textContent = describeRanks(row);
+    byId("note").value = data.notes[row] ?? "";
+    viewer.showImage(row, data.paths[row]);
+    viewer.preloadImages(nextRows(3));
+  }
+  render();
+  updateSuggestion();
+}
+
+/** Show the image before (-1) or after (1) the current one in its folder, as in a series. */
+function showNeighbor(step) {
+  const folderOf = (row) => data.paths[row]?.split("/").slice(0, -1).join("/");
+  const row = currentRow + step;
+  if (currentRow >= 0 && folderOf(row) === folderOf(currentRow)) {
+    showImage(row);
+  }
+}
+
+/** Show the state of the labels, of the model and of the training. */
+function render() {
+  const { state } = data;
+  const hasImage = currentRow >= 0;
+  const hasManyClasses = state.classes.length > MANY_CLASSES;
+  byId("progress").textContent = `${formatCount(state.labeled)} of ${formatCount(state.total)} labeled`;
+
+  const container = byId("class-buttons");
+  container.classList.toggle("many", hasManyClasses);
+  renderClassButtons(container, state, {
+    current: hasImage ? data.labels[currentRow] : -1,
+    suggested: suggestedClass,
+    onPress: labelCurrentImage,
+  });
+  for (const button of container.children) {
+    button.disabled = !hasImage;
+  }
+  byId("class-search").hidden = !hasManyClasses;
+  filterClassButtons();
+
+  byId("undo").disabled = !undoStack.length;
+  byId("grid-undo").disabled = !undoStack.length;
+  byId("skip").disabled = !hasImage;
+  byId("undecided").disabled = !hasImage;
+  byId("note").hidden = !hasImage;
+  renderModel();
+  renderTraining();
+}
+
+/** Show the progress of the model's predictions, and the controls that need them. */
+function renderModel() {
+  const { model } = data.state;
+  const hasPredictions = data.state.predictions_version > 0;
+  const hasFailed = Boolean(model?.error);
+  let status = "";
+  if (!hasPredictions && !model) {
+    status = "order: random";
+  } else if (!hasPredictions && !hasFailed) {
+    status = `the model predicts the images: ${formatCount(model.done)} of ${formatCount(model.total)}`;
+  }
+  byId("model-status").textContent = status;
+  for (const id of ["order-control", "similar", "grid-similar"]) {
+    byId(id).hidden = !hasPredictions;
+  }
+  byId("suggestions-control").hidden = !hasPredictions && (!model || hasFailed);
+  if (hasFailed && !hasPredictions) {
+    showNotice(`The model cannot be used, so the order is random: ${model.error}`);
+  }
+}
+
+function renderTraining() {
+  const { training } = data.state;
   byId("train").disabled = Boolean(training.progress);
-  byId("trained").textContent = training.words;
-  byId("trained").classList.toggle("bad", Boolean(training.error));
-  drawCurve(training.points);
-  if (model?.error && !facts.guesses) notice(`The model cannot be used, so the order is random: ${model.error}`);
+  byId("training-status").textContent = training.summary;
+  byId("training-status").classList.toggle("bad", Boolean(training.error));
+  drawLearningCurve(training.points);
 }
 
-function drawCurve(points) {
-  const host = byId("curve");
-  if (!points.length || (host.dataset.drawn === String(points.length) && host.firstChild)) return;
-  const of = (name) => points.map((point) => point[name]);
-  const line = { look: { title: "correct in cross-validation", color: "var(--link)" }, x: of("labels"), mean: of("accuracy"), low: of("low"), high: of("high"), bars: true, dense: true };
-  const spec = { lines: [line], title: "Percent correct in cross-validation", xLabel: "labels", percent: true, exact: true, height: 150 };
-  host.replaceChildren(lineChart(Math.max(240, host.clientWidth), spec));
-  host.dataset.drawn = points.length;
-}
-
-// Go to the previous or next image of its folder, as in a series.
-function beside(by) {
-  const folder = (at) => data.paths[at]?.split("/").slice(0, -1).join("/");
-  if (row >= 0 && folder(row + by) === folder(row)) goTo(row + by);
-}
-
-const train = () => act(async () => {
-  takeOver(data, await ask("train", {}));
-  draw();
-}, true);
-
-// Show all images, the most similar to one first.
-const similar = (at) => act(async () => {
-  if (at === undefined || at < 0) return;
-  data.similar = { at, rows: (await ask(`similar/${at}`)).rows };
-  view("all");
-  showAll(false, "similar");
-}, true);
-const similarHere = () => similar([...wall.chosen][0] ?? wall.rows[wall.focused]);
-
-// Run one action at a time, and show its error. Actions on the shown image are dropped while another one runs.
-function act(what, waiting = false) {
-  if (busy && !waiting) return;
-  busy += 1;
-  doing = doing.then(what).then(() => notice(""), (error) => notice(error.message)).finally(() => (busy -= 1));
-  return doing;
-}
-
-const give = (n) => act(async () => {
-  if (row < 0) return;
-  const at = row;
-  const [before, after] = [labelName(at), data.facts.classes[n]];
-  const doubted = data.unsure.has(at);
-  if (!(await answer(data, at, after, before))) {
-    takeOver(data, await ask(`state?since=${data.facts.version}`));
-    return next();
+/** Draw the accuracy of all trainings over their numbers of labels, if there is a new training. */
+function drawLearningCurve(points) {
+  const container = byId("learning-curve");
+  const isDrawn = container.dataset.pointCount === String(points.length) && container.firstChild;
+  if (!points.length || isDrawn) {
+    return;
   }
-  done.push({ kind: "label", row: at, before, after, doubted });
-  skipped.delete(at);
-  announce(`${after}.`);
-  skips();
-  if (++since % AGAIN === 0) await orderAgain();
-  next();
-});
+  const valuesOf = (key) => points.map((point) => point[key]);
+  const line = {
+    style: { title: "correct in cross-validation", color: "var(--link)" },
+    x: valuesOf("labels"),
+    mean: valuesOf("accuracy"),
+    low: valuesOf("low"),
+    high: valuesOf("high"),
+    bars: true,
+    dense: true,
+  };
+  const chart = lineChart(Math.max(240, container.clientWidth), {
+    lines: [line],
+    title: "Percent correct in cross-validation",
+    xLabel: "labels",
+    percent: true,
+    exact: true,
+    height: 150,
+  });
+  container.replaceChildren(chart);
+  container.dataset.pointCount = points.length;
+}
 
-// Give one label to all images that are selected on the wall, or null: not sure.
-const giveAll = (n) => act(async () => {
-  const rows = [...wall.chosen];
-  if (!rows.length) return;
-  if (n === null) {
-    for (const at of rows.filter(waits)) {
-      takeOver(data, await doubted(at, true));
-      done.push({ kind: "doubt", row: at });
+/** Show the model's prediction of the current image, if suggestions are on. */
+async function updateSuggestion() {
+  suggestedClass = "";
+  const text = byId("suggestion");
+  text.hidden = !byId("suggestions").checked || currentRow < 0;
+  if (text.hidden) {
+    render();
+    return;
+  }
+  const row = currentRow;
+  const { label, probability } = await requestJson(`prediction/${row}`).catch(() => ({ label: "" }));
+  if (row !== currentRow || !byId("suggestions").checked) {
+    return; // the person went on meanwhile
+  }
+  suggestedClass = label;
+  text.textContent = label
+    ? `The model predicts ${label}, ${formatPercent(probability)}.`
+    : "The model has no prediction for this image.";
+  render();
+}
+
+/** Show only the classes whose names contain the text of the search field. */
+function filterClassButtons() {
+  const text = byId("class-search").value.trim().toLowerCase();
+  for (const button of byId("class-buttons").children) {
+    const name = data.state.classes[button.dataset.class].toLowerCase();
+    button.hidden = !name.includes(text);
+  }
+}
+
+/** Label the image with the first class that the search found (Enter), or leave the search (Escape). */
+function handleClassSearchKey(event) {
+  if (event.key !== "Enter" && event.key !== "Escape") {
+    return;
+  }
+  const search = byId("class-search");
+  const firstButton = [...byId("class-buttons").children].find((button) => !button.hidden);
+  const hasText = search.value.trim() !== "";
+  search.value = "";
+  filterClassButtons();
+  search.blur();
+  if (event.key === "Enter" && firstButton && hasText) {
+    labelCurrentImage(Number(firstButton.dataset.class));
+  }
+}
+
+// The view of all images in a grid
+
+/** List the filters of the grid: {value, title, listRows}. */
+function listFilters() {
+  const filters = [
+    { value: "waiting", title: "without a label, in this order", listRows: listQueue },
+    { value: "all", title: "all", listRows: allRows },
+    {
+      value: "undecided",
+      title: "not sure",
+      listRows: () => [...data.undecided].filter((row) => data.labels[row] < 0).sort((a, b) => a - b),
+    },
+    { value: "disagreements", title: "readers disagree", listRows: () => data.disagreements },
+    { value: "labeled", title: "with a label", listRows: () => allRows().filter((row) => data.labels[row] >= 0) },
+  ];
+  if (data.similar) {
+    const title = `like ${imageName(data, data.similar.row)}`;
+    filters.push({ value: "similar", title, listRows: () => data.similar.rows });
+  }
+  data.state.classes.forEach((title, index) => {
+    const listRows = () => allRows().filter((row) => data.labels[row] === index);
+    filters.push({ value: `class-${index}`, title, listRows });
+  });
+  return filters;
+}
+
+/**
+ * Show the images of a filter in the grid.
+ *
+ * @param {boolean} [keepsScroll] - Whether the scroll position remains.
+ * @param {string} [value] - Value of the filter; the selected one if it is missing.
+ */
+function renderGrid(keepsScroll = false, value = byId("filter").value || "waiting") {
+  const filters = listFilters();
+  const filter = filters.find((each) => each.value === value) ?? filters[0];
+  const select = byId("filter");
+  select.replaceChildren(...filters.map((each) => createElement("option", { value: each.value }, each.title)));
+  select.value = filter.value;
+  const rows = moveToEnd(filter.listRows(), data.unreadable);
+  byId("image-count").textContent = `${formatCount(rows.length)} images`;
+  grid.showRows(rows, keepsScroll);
+}
+
+/** Describe a cell of the grid, as `ImageGrid` needs it. */
+function describeCell(row) {
+  const label = labelName(row);
+  const missingLabel = data.undecided.has(row) ? "not sure" : "no label";
+  const labelLine = label ? createElement("b", null, label) : createElement("span", { class: "muted" }, missingLabel);
+  return {
+    title: `${imageTitle(data, row)}: ${label || missingLabel}`,
+    lines: [labelLine, imageName(data, row)],
+  };
+}
+
+function renderSelection() {
+  renderBulkButtons(grid, data.state, labelSelectedImages);
+}
+
+/** Show all images in the grid, the most similar to one first. */
+function showSimilarImages(row) {
+  runAction(async () => {
+    if (row === undefined || row < 0) {
+      return;
     }
-  } else {
-    const said = rows.map((at) => [at, data.facts.classes[n], labelName(at)]);
-    await send(said);
-    done.push({ kind: "many", said, doubted: rows.filter((at) => data.unsure.has(at)) });
-    since += rows.length;
-    announce(`${rows.length} images: ${data.facts.classes[n]}.`);
+    const { rows } = await requestJson(`similar/${row}`);
+    data.similar = { row, rows };
+    switchView("grid");
+    renderGrid(false, "similar");
+  });
+}
+
+/** Show all images, the most similar to the selected or focused one first. */
+function showSimilarToSelected() {
+  const [selectedRow] = grid.selectedRows;
+  showSimilarImages(selectedRow ?? grid.rows[grid.focusedPosition]);
+}
+
+/** Show the view of a single image ("single") or of all images ("grid"). */
+function switchView(name) {
+  const showsGrid = name === "grid";
+  if (isGridShown() === showsGrid) {
+    return;
   }
-  wall.choose([]);
-  draw();
-  showAll(true);
-});
-
-const send = async (said) => takeOver(data, await ask("answers", { said, by: data.name ?? "", since: data.facts.version }));
-
-function drawBulk() {
-  const some = wall.chosen.size;
-  byId("bulk").hidden = byId("none-of-them").hidden = !some;
-  byId("chosen").textContent = `${count(some)} selected`;
-  byId("select").setAttribute("aria-pressed", String(wall.selecting));
-  if (some) choices(byId("choices-of-all"), data.facts, { press: giveAll });
-}
-
-const skip = () => act(async () => {
-  if (row < 0) return;
-  skipped.delete(row); // to the end of those skipped
-  skipped.add(row);
-  skips();
-  done.push({ kind: "skip", row });
-  const [first] = upcoming(1);
-  goTo(first ?? row);
-});
-
-const doubt = () => act(async () => {
-  if (row < 0) return;
-  const at = row;
-  takeOver(data, await doubted(at, true));
-  done.push({ kind: "doubt", row: at });
-  announce("Not sure.");
-  next();
-});
-
-const doubted = (at, on) => ask("undecided", { row: at, on, by: data.name ?? "", since: data.facts.version });
-
-const undo = () => act(async () => {
-  const last = done.at(-1);
-  if (!last) return;
-  if (last.kind === "label") {
-    if (await answer(data, last.row, last.before, last.after)) {
-      if (last.doubted) takeOver(data, await doubted(last.row, true));
-    }
-  } else if (last.kind === "many") {
-    await send(last.said.map(([at, label, seen]) => [at, seen, label]));
-    for (const at of last.doubted) takeOver(data, await doubted(at, true));
-  } else if (last.kind === "doubt") {
-    takeOver(data, await doubted(last.row, false));
-  } else {
-    skipped.delete(last.row);
-  }
-  done.pop();
-  announce("Undone.");
-  if (last.kind === "skip") skips();
-  if (byId("all").hidden) goTo(last.row ?? last.said[0][0]);
-  else {
-    draw();
-    showAll(true);
-  }
-}, true);
-
-async function suggest() {
-  data.suggested = "";
-  const place = byId("suggestion");
-  place.hidden = !byId("suggest").checked || row < 0;
-  if (place.hidden) return draw();
-  const at = row;
-  const { label, probability } = await ask(`prediction/${at}`).catch(() => ({ label: "" }));
-  if (at !== row || !byId("suggest").checked) return;
-  data.suggested = label;
-  place.textContent = label ? `The model predicts ${label}, ${percent(probability)}.` : "The model has no prediction for this image.";
-  draw();
-}
-
-function find() {
-  const words = byId("find").value.trim().toLowerCase();
-  for (const button of byId("choices").children) button.hidden = words !== "" && !data.facts.classes[button.dataset.class].toLowerCase().includes(words);
-}
-
-// All images
-
-const FILTERS = [
-  ["waiting", "without a label, in this order", queue],
-  ["all", "all", () => [...data.paths.keys()]],
-  ["unsure", "not sure", () => [...data.unsure].filter((at) => data.labels[at] < 0).sort((a, b) => a - b)],
-  ["differ", "readers disagree", () => data.differing],
-  ["labeled", "with a label", () => [...data.paths.keys()].filter((at) => data.labels[at] >= 0)],
-];
-
-function fill(at) {
-  const label = labelName(at);
-  const mark = label ? html("b", null, label) : html("span", { class: "less" }, data.unsure.has(at) ? "not sure" : "no label");
-  return { title: `${fullName(data, at)}: ${label || (data.unsure.has(at) ? "not sure" : "no label")}`, lines: [mark, shortName(data, at)] };
-}
-
-function showAll(keep = false, chosen = byId("which").value || "waiting") {
-  const select = byId("which");
-  const classes = data.facts.classes.map((name, n) => [`class-${n}`, name, () => [...data.paths.keys()].filter((at) => data.labels[at] === n)]);
-  const near = data.similar ? [["similar", `like ${shortName(data, data.similar.at)}`, () => data.similar.rows]] : [];
-  const filters = [...FILTERS, ...near, ...classes];
-  select.replaceChildren(...filters.map(([value, words]) => html("option", { value }, words)));
-  select.value = filters.some(([value]) => value === chosen) ? chosen : "waiting";
-  const rows = withLast(filters.find(([value]) => value === select.value)[2](), data.unreadable);
-  byId("amount").textContent = `${count(rows.length)} images`;
-  wall.show(rows, keep);
-}
-
-function view(name) {
-  const all = name === "all";
-  if (byId("all").hidden === !all) return;
-  byId("all").hidden = !all;
-  byId("one").hidden = all;
-  byId("tab-one").setAttribute("aria-pressed", String(!all));
-  byId("tab-all").setAttribute("aria-pressed", String(all));
-  if (all) {
-    byId("wall").style.setProperty("--used", `${Math.ceil(byId("wall").getBoundingClientRect().top + scrollY)}px`);
-    showAll();
-    wall.focus(0);
+  byId("grid-view").hidden = !showsGrid;
+  byId("single-view").hidden = showsGrid;
+  byId("tab-single").setAttribute("aria-pressed", String(!showsGrid));
+  byId("tab-grid").setAttribute("aria-pressed", String(showsGrid));
+  if (showsGrid) {
+    fitGridToWindow();
+    renderGrid();
+    grid.focusPosition(0);
   }
 }
 
-async function watch() {
+// Changes by the server and by other people
+
+async function pollState() {
   try {
-    const before = data.facts;
-    const facts = await ask(`state?since=${before.version}`);
-    const ready = facts.guesses !== before.guesses;
-    takeOver(data, facts);
-    if (ready) {
-      await orderAgain();
-      if (row >= 0) byId("rank").textContent = whyOf(row);
-      suggest();
+    const previous = data.state;
+    const state = await requestJson(`state?since=${previous.version}`);
+    const hasNewPredictions = state.predictions_version !== previous.predictions_version;
+    applyState(data, state);
+    if (hasNewPredictions) {
+      await reloadOrder();
+      if (currentRow >= 0) {
+        byId("ranks").textContent = describeRanks(currentRow);
+      }
+      updateSuggestion();
     }
-    if (facts.changes.length) for (const [at] of facts.changes) wall.refresh(at);
-    if (ready || facts.changes.length || facts.model?.done !== before.model?.done || facts.training.words !== before.training.words) draw();
-    if (row >= 0 && !busy && facts.changes.some(([at, label]) => at === row && label >= 0) && byId("all").hidden) {
+    for (const [row] of state.changes) {
+      grid.refreshRow(row);
+    }
+    const hasProgress =
+      state.model?.done !== previous.model?.done || state.training.summary !== previous.training.summary;
+    if (hasNewPredictions || state.changes.length || hasProgress) {
+      render();
+    }
+    const isCurrentLabeled = state.changes.some(([row, label]) => row === currentRow && label >= 0);
+    if (isCurrentLabeled && currentRow >= 0 && !pendingActions && !isGridShown()) {
       announce("Another person labeled this image.");
-      next();
+      showNextImage();
     }
-    if (document.querySelector("#notice.fault")?.textContent.startsWith("halfmoon no longer")) notice("");
-    setTimeout(watch, facts.training.progress || (facts.model && !facts.model.ready && !facts.model.error) ? 700 : EVERY);
+    clearStoppedNotice();
+    const isPredicting = state.model && !state.model.ready && !state.model.error;
+    setTimeout(pollState, state.training.progress || isPredicting ? BUSY_POLL_MS : POLL_MS);
   } catch (error) {
-    notice(error.message);
-    setTimeout(watch, EVERY);
+    showNotice(error.message);
+    setTimeout(pollState, POLL_MS);
   }
 }
 
-keys((key) => {
-  if (!data.facts) return false;
-  const n = keysOf(data.facts.classes).indexOf(key);
-  if (!byId("all").hidden) {
-    const acts = { w: () => view("one"), u: undo, undo, "=": similarHere, x: () => byId("select").click(), a: () => wall.choose(wall.inSight()), Escape: () => wall.choose([]), n: () => giveAll(null) };
-    if (n >= 0 && wall.chosen.size) giveAll(n);
-    else if (acts[key]) acts[key]();
-    else return false;
+// Keyboard and buttons
+
+const openShortcuts = () => byId("shortcuts").showModal();
+
+const GRID_COMMANDS = {
+  w: () => switchView("single"),
+  u: undoLast,
+  undo: undoLast,
+  "=": showSimilarToSelected,
+  x: () => byId("select-mode").click(),
+  a: () => grid.selectVisibleRows(),
+  n: markSelectedUndecided,
+  Escape: () => grid.clearSelection(),
+};
+
+const SINGLE_COMMANDS = {
+  w: () => switchView("grid"),
+  u: undoLast,
+  undo: undoLast,
+  Backspace: undoLast,
+  s: skipCurrentImage,
+  n: markCurrentUndecided,
+  z: () => viewer.toggleZoom(),
+  "+": () => viewer.zoomBy(1),
+  "-": () => viewer.zoomBy(-1),
+  c: () => announce(viewer.selectNextPreset()),
+  m: () => {
+    if (!byId("suggestions-control").hidden) {
+      byId("suggestions").click();
+    }
+  },
+  "=": () => {
+    if (data.state.predictions_version) {
+      showSimilarImages(currentRow);
+    }
+  },
+  "/": () => byId("class-search").focus(),
+  "?": openShortcuts,
+  PageUp: () => showNeighbor(-1),
+  PageDown: () => showNeighbor(1),
+};
+
+/** Run the command of a key, and return whether there is one. */
+function handleKey(key) {
+  if (!data.state) {
+    return false;
+  }
+  const classIndex = assignKeys(data.state.classes).indexOf(key);
+  if (isGridShown()) {
+    if (classIndex >= 0 && grid.selectedRows.size) {
+      labelSelectedImages(classIndex);
+      return true;
+    }
+    GRID_COMMANDS[key]?.();
+    return key in GRID_COMMANDS;
+  }
+  if (classIndex >= 0) {
+    labelCurrentImage(classIndex);
     return true;
   }
-  if (n >= 0) return give(n), true;
-  const acts = {
-    u: undo, undo, Backspace: undo, s: skip, n: doubt, z: () => look.toggle(), "+": () => look.by(1), "-": () => look.by(-1),
-    c: () => announce(look.cycle()), w: () => view("all"), "?": () => byId("keys").showModal(), "/": () => byId("find").focus(),
-    PageUp: () => beside(-1), PageDown: () => beside(1), "=": () => data.facts.guesses && similar(row), m: () => !byId("suggesting").hidden && byId("suggest").click(),
+  if (ARROW_KEY_DRAGS[key] && currentRow >= 0) {
+    viewer.adjustWindow(...ARROW_KEY_DRAGS[key]);
+    return true;
+  }
+  SINGLE_COMMANDS[key]?.();
+  return key in SINGLE_COMMANDS;
+}
+
+function addListeners() {
+  addKeyHandler(handleKey);
+  const clickHandlers = {
+    undo: undoLast,
+    skip: skipCurrentImage,
+    undecided: markCurrentUndecided,
+    zoom: () => viewer.toggleZoom(),
+    "previous-in-folder": () => showNeighbor(-1),
+    "next-in-folder": () => showNeighbor(1),
+    similar: () => showSimilarImages(currentRow),
+    train: startTraining,
+    help: openShortcuts,
+    "tab-single": () => switchView("single"),
+    "tab-grid": () => switchView("grid"),
+    "grid-undo": undoLast,
+    "grid-similar": showSimilarToSelected,
+    "select-visible": () => grid.selectVisibleRows(),
+    "clear-selection": () => grid.clearSelection(),
+    "select-mode": () => {
+      grid.isSelecting = !grid.isSelecting;
+      renderSelection();
+    },
   };
-  if (ARROWS[key] && row >= 0) return look.turn(...ARROWS[key]), true;
-  if (!acts[key]) return false;
-  acts[key]();
-  return true;
-});
+  for (const [id, handleClick] of Object.entries(clickHandlers)) {
+    byId(id).addEventListener("click", handleClick);
+  }
+  byId("filter").addEventListener("change", () => renderGrid());
+  byId("suggestions").addEventListener("change", updateSuggestion);
+  byId("note").addEventListener("change", saveNote);
+  byId("class-search").addEventListener("input", filterClassButtons);
+  byId("class-search").addEventListener("keydown", handleClassSearchKey);
+  byId("order").addEventListener("change", () =>
+    runAction(async () => {
+      await reloadOrder();
+      showNextImage();
+    }),
+  );
+}
 
-byId("find").addEventListener("input", find);
-byId("find").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" && event.key !== "Escape") return;
-  const first = [...byId("choices").children].find((button) => !button.hidden);
-  const typed = byId("find").value.trim();
-  byId("find").value = "";
-  find();
-  byId("find").blur();
-  if (event.key === "Enter" && first && typed) give(Number(first.dataset.class));
-});
-byId("suggest").addEventListener("change", suggest);
-byId("undo").addEventListener("click", undo);
-byId("skip").addEventListener("click", skip);
-byId("doubt").addEventListener("click", doubt);
-byId("zoom").addEventListener("click", () => look.toggle());
-byId("earlier").addEventListener("click", () => beside(-1));
-byId("later").addEventListener("click", () => beside(1));
-byId("help").addEventListener("click", () => byId("keys").showModal());
-byId("tab-one").addEventListener("click", () => view("one"));
-byId("tab-all").addEventListener("click", () => view("all"));
-byId("which").addEventListener("change", () => showAll());
-byId("take-back").addEventListener("click", undo);
-byId("train").addEventListener("click", train);
-byId("alike").addEventListener("click", () => similar(row));
-byId("alike-here").addEventListener("click", similarHere);
-byId("screen").addEventListener("click", () => wall.choose(wall.inSight()));
-byId("none-of-them").addEventListener("click", () => wall.choose([]));
-byId("select").addEventListener("click", () => {
-  wall.selecting = !wall.selecting;
-  drawBulk();
-});
-byId("way").addEventListener("change", () => act(async () => {
-  await orderAgain();
-  next();
-}));
-byId("note").addEventListener("change", () => {
-  const [at, note] = [row, byId("note").value.trim()];
-  act(async () => {
-    takeOver(data, await ask("note", { row: at, note, by: data.name ?? "", since: data.facts.version }));
-    data.notes[at] = note;
-  }, true);
-});
-
-try {
-  const found = await ask("start");
-  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), by: found.by, notes: found.notes, differing: found.differing, facts: found });
-  takeOrder(found);
-  askName(data);
-  if (found.foldered) notice("Some labels are names of class folders. Your first label writes all of them to a labels.csv, which is used from then on.", false);
-  next();
-  askCaptions(data, () => {
-    wall.extra += 16; // a second line
-    if (row >= 0) byId("path").textContent = fullName(data, row);
-    if (!byId("all").hidden) showAll(true);
+async function openPage() {
+  const start = await requestJson("start");
+  data.paths = start.paths;
+  data.labels = start.labels;
+  data.undecided = new Set(start.undecided_rows);
+  data.by = start.by;
+  data.notes = start.notes;
+  data.disagreements = start.disagreements;
+  data.state = start;
+  applyOrder(start);
+  askAnnotatorName(data);
+  if (start.labels_from_folders) {
+    showNotice(
+      "Some labels are names of class folders. Your first label writes all of them to a labels.csv, " +
+        "which is used from then on.",
+      false,
+    );
+  }
+  showNextImage();
+  loadCaptions(data, () => {
+    grid.captionHeight += CAPTION_LINE_PIXELS; // captions need a second line
+    if (currentRow >= 0) {
+      byId("path").textContent = imageTitle(data, currentRow);
+    }
+    if (isGridShown()) {
+      renderGrid(true);
+    }
   });
-  setTimeout(watch, 700);
+  setTimeout(pollState, BUSY_POLL_MS);
+}
+
+addListeners();
+try {
+  await openPage();
 } catch (error) {
-  notice(error.message);
+  showNotice(error.message);
 }
 document.body.dataset.ready = "yes";

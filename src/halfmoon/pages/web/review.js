@@ -1,283 +1,531 @@
 /* global calibrationChart */
-import { announce, answer, ask, askCaptions, byId, choices, count, fullName, html, keys, keysOf, notice, percent, shortName, takeOver } from "./common.js";
-import { Look, tools } from "./look.js";
-import { Wall } from "./wall.js";
+/**
+ * The page of `halfmoon review`: a model's predictions of a folder's images in a grid, to sort, check and correct, and
+ * the quality of the model on the labeled images.
+ *
+ * A row is the index of an image in the folder, and a position is its place in the grid.
+ */
 
-const EVERY = 3000;
-const data = { labels: [], unsure: new Set(), paths: [], facts: null, seen: null };
-const done = [];
-let place = -1; // of the open image, in the wall's rows
+import {
+  addKeyHandler,
+  announce,
+  applyState,
+  assignKeys,
+  byId,
+  clearStoppedNotice,
+  createElement,
+  fitGridToWindow,
+  formatCount,
+  formatPercent,
+  imageName,
+  imageTitle,
+  loadCaptions,
+  normalizeKey,
+  renderBulkButtons,
+  renderClassButtons,
+  requestJson,
+  saveLabel,
+  saveLabels,
+  showNotice,
+} from "./common.js";
+import { ImageGrid } from "./image_grid.js";
+import { ImageViewer, findViewerControls } from "./viewer.js";
 
-const wall = new Wall(byId("wall"), { fill, open, source: (at) => `image/${at}?small=1`, changed: drawBulk, extra: 58 });
-const look = new Look(byId("stage"), byId("image"), tools());
+const POLL_MS = 3000; // time between two requests for changes, such as other people's labels
+const PREDICTION_POLL_MS = 500; // the same while the model predicts the images
+const MAX_TABLE_CLASSES = 40; // with more classes there is no table of confusions
+const DARK_CELL_SHARE = 0.77; // cells with a larger share have light text
+const CAPTION_PIXELS = 58; // three lines, of which the last may have two
+const CAPTION_LINE_PIXELS = 16;
 
-const name = (n) => (n >= 0 ? data.facts.classes[n] : "");
-const labelName = (at) => name(data.labels[at]);
-const wrong = (at) => data.seen.predicted[at] >= 0 && data.labels[at] >= 0 && data.labels[at] !== data.seen.predicted[at];
-const sure = (at) => (data.seen.predicted[at] >= 0 ? data.seen.probability[at] : -1);
+// Values of the filters that are no class.
+const ANY = -2;
+const NONE = -1;
 
-function fill(at) {
-  const said = data.seen.predicted[at] < 0 ? "cannot be read" : `${name(data.seen.predicted[at])} · ${percent(data.seen.probability[at])}`;
-  const label = labelName(at);
-  const mark = !label ? "no label" : wrong(at) ? html("span", { class: "no" }, `≠ label ${label}`) : `= label ${label}`;
+/** @type {import("./common.js").FolderData & Object} */
+const data = {
+  paths: [],
+  labels: [],
+  undecided: new Set(),
+  state: null,
+  by: null, // corrections are recorded without a name
+  modelName: "",
+  predictions: null, // {predicted, probability}: class index (-1 for an unreadable image) and its probability, by row
+};
+const undoStack = []; // {entries, isBulk}: [row, label, previous] of the images that one correction has changed
+let openPosition = -1; // position of the image in the dialog
+
+const grid = new ImageGrid(byId("image-grid"), {
+  describeCell,
+  onOpen: openImage,
+  imageUrl: (row) => `image/${row}?small=1`,
+  onSelect: renderSelection,
+  captionHeight: CAPTION_PIXELS,
+});
+const viewer = new ImageViewer(byId("stage"), byId("image"), findViewerControls());
+
+const isGridShown = () => !byId("grid-view").hidden;
+const className = (index) => (index >= 0 ? data.state.classes[index] : "");
+const labelName = (row) => className(data.labels[row]);
+const isReadable = (row) => data.predictions.predicted[row] >= 0;
+const confidence = (row) => (isReadable(row) ? data.predictions.probability[row] : -1);
+const disagrees = (row) =>
+  isReadable(row) && data.labels[row] >= 0 && data.labels[row] !== data.predictions.predicted[row];
+
+// The grid
+
+/** Describe a cell of the grid, as `ImageGrid` needs it. */
+function describeCell(row) {
+  const prediction = isReadable(row)
+    ? `${className(data.predictions.predicted[row])} · ${formatPercent(confidence(row))}`
+    : "cannot be read";
+  const label = labelName(row);
+  let labelLine = "no label";
+  if (disagrees(row)) {
+    labelLine = createElement("span", { class: "disagreement" }, `≠ label ${label}`);
+  } else if (label) {
+    labelLine = `= label ${label}`;
+  }
   return {
-    title: `${fullName(data, at)}: ${said}, ${label ? `label ${label}` : "no label"}`,
-    lines: [html("span", { class: "said" }, said), mark, shortName(data, at)],
-    odd: wrong(at),
+    title: `${imageTitle(data, row)}: ${prediction}, ${label ? `label ${label}` : "no label"}`,
+    lines: [createElement("span", { class: "prediction" }, prediction), labelLine, imageName(data, row)],
+    isMarked: disagrees(row),
   };
 }
 
-const SORTS = {
-  wrong: (a, b) => wrong(b) - wrong(a) || (wrong(a) ? sure(b) - sure(a) : sure(a) - sure(b)),
-  unsure: (a, b) => sure(a) - sure(b),
-  sure: (a, b) => sure(b) - sure(a),
-  class: (a, b) => data.seen.predicted[a] - data.seen.predicted[b] || sure(b) - sure(a),
+const byConfidence = (a, b) => confidence(b) - confidence(a);
+
+// Functions that compare two rows, by the value of the select of the sort order.
+const SORT_ORDERS = {
+  disagreement(a, b) {
+    if (disagrees(a) !== disagrees(b)) {
+      return disagrees(a) ? -1 : 1;
+    }
+    // First the confident among the disagreements, which are probably wrong labels; then the least confident.
+    return disagrees(a) ? byConfidence(a, b) : byConfidence(b, a);
+  },
+  uncertain: (a, b) => byConfidence(b, a),
+  confident: byConfidence,
+  class: (a, b) => data.predictions.predicted[a] - data.predictions.predicted[b] || byConfidence(a, b),
   path: (a, b) => a - b,
 };
 
-function show(keep = false) {
-  const [predicted, labeled] = [Number(byId("predicted").value), Number(byId("labeled").value)];
-  const rows = [...data.paths.keys()].filter((at) =>
-    (predicted === -2 || data.seen.predicted[at] === predicted) && (labeled === -2 || data.labels[at] === labeled));
-  // Images that cannot be read have no prediction; whatever the order, they are last.
-  const unreadable = (at) => data.seen.predicted[at] < 0;
-  rows.sort((a, b) => unreadable(a) - unreadable(b) || SORTS[byId("sort").value](a, b) || a - b);
-  const off = rows.filter(wrong).length;
-  const some = rows.filter((at) => data.labels[at] >= 0).length;
-  const part = rows.length < data.paths.length ? `${count(rows.length)} images, ` : "";
-  byId("amount").textContent = `${part}${count(off)} of ${count(some)} labels disagree`;
-  wall.show(rows, keep);
+/** Show the images of the filters in the selected order. */
+function renderGrid(keepsScroll = false) {
+  const predictedClass = Number(byId("prediction-filter").value);
+  const labelClass = Number(byId("label-filter").value);
+  const rows = [...data.paths.keys()].filter(
+    (row) =>
+      (predictedClass === ANY || data.predictions.predicted[row] === predictedClass) &&
+      (labelClass === ANY || data.labels[row] === labelClass),
+  );
+  const compare = SORT_ORDERS[byId("sort").value];
+  // Unreadable images have no prediction, so they are last in every order.
+  rows.sort((a, b) => isReadable(b) - isReadable(a) || compare(a, b) || a - b);
+
+  const disagreementCount = rows.filter(disagrees).length;
+  const labelCount = rows.filter((row) => data.labels[row] >= 0).length;
+  const imageCount = rows.length < data.paths.length ? `${formatCount(rows.length)} images, ` : "";
+  byId("image-count").textContent =
+    `${imageCount}${formatCount(disagreementCount)} of ${formatCount(labelCount)} labels disagree`;
+  grid.showRows(rows, keepsScroll);
 }
 
-function selects() {
-  for (const [id, none] of [["predicted", "cannot be read"], ["labeled", "none"]]) {
+/** Fill the filters with the classes; what is selected remains. */
+function renderFilters() {
+  for (const [id, noneText] of [
+    ["prediction-filter", "cannot be read"],
+    ["label-filter", "none"],
+  ]) {
     const select = byId(id);
-    const chosen = select.value || "-2";
-    select.replaceChildren(html("option", { value: -2 }, "any"), ...data.facts.classes.map((word, n) => html("option", { value: n }, word)), html("option", { value: -1 }, none));
-    select.value = chosen;
+    const value = select.value || String(ANY);
+    select.replaceChildren(
+      createElement("option", { value: ANY }, "any"),
+      ...data.state.classes.map((name, index) => createElement("option", { value: index }, name)),
+      createElement("option", { value: NONE }, noneText),
+    );
+    select.value = value;
   }
 }
 
-function open(at) {
-  place = at;
-  const row = wall.rows[at];
-  if (!byId("one").open) byId("one").showModal();
-  byId("path").textContent = fullName(data, row);
-  look.show(row, data.paths[row]);
-  look.ahead([at + 1, at + 2].filter((n) => n < wall.rows.length).map((n) => wall.rows[n]));
-  draw();
+function renderSelection() {
+  byId("grid-undo").disabled = !undoStack.length;
+  renderBulkButtons(grid, data.state, correctSelectedImages);
 }
 
-function draw() {
-  const row = wall.rows[place];
-  const seen = data.seen.predicted[row];
-  byId("said").replaceChildren(
-    html("b", null, seen < 0 ? "This image cannot be read." : `The model predicts ${name(seen)}, ${percent(data.seen.probability[row], 1)}.`), html("br"),
-    labelName(row) ? `Its label is ${labelName(row)}.` : "It has no label.", ` ${count(place + 1)} of ${count(wall.rows.length)}.`);
-  choices(byId("choices"), data.facts, { now: data.labels[row], suggested: name(seen), press: correct });
-  byId("before").disabled = place === 0;
-  byId("after").disabled = place === wall.rows.length - 1;
+// The dialog with one image
+
+/** Open the image at a position of the grid. */
+function openImage(position) {
+  openPosition = position;
+  const row = grid.rows[position];
+  if (!byId("image-dialog").open) {
+    byId("image-dialog").showModal();
+  }
+  byId("path").textContent = imageTitle(data, row);
+  viewer.showImage(row, data.paths[row]);
+  viewer.preloadImages(grid.rows.slice(position + 1, position + 3));
+  renderDialog();
 }
 
-async function act(what) {
+function openNeighbor(step) {
+  const position = openPosition + step;
+  if (position >= 0 && position < grid.rows.length) {
+    openImage(position);
+  }
+}
+
+/** Show prediction and label of the open image, and the buttons of the classes. */
+function renderDialog() {
+  const row = grid.rows[openPosition];
+  const predictedClass = data.predictions.predicted[row];
+  const prediction = isReadable(row)
+    ? `The model predicts ${className(predictedClass)}, ${formatPercent(confidence(row), 1)}.`
+    : "This image cannot be read.";
+  const label = labelName(row) ? `Its label is ${labelName(row)}.` : "It has no label.";
+  byId("prediction").replaceChildren(
+    createElement("b", null, prediction),
+    createElement("br"),
+    `${label} ${formatCount(openPosition + 1)} of ${formatCount(grid.rows.length)}.`,
+  );
+  renderClassButtons(byId("class-buttons"), data.state, {
+    current: data.labels[row],
+    suggested: className(predictedClass),
+    onPress: correctOpenImage,
+  });
+  byId("previous").disabled = openPosition === 0;
+  byId("next").disabled = openPosition === grid.rows.length - 1;
+}
+
+// Corrections
+
+/** Run an action, and show its error. */
+async function runAction(action) {
   try {
-    await what();
-    notice("");
+    await action();
+    showNotice("");
   } catch (error) {
-    notice(error.message);
-    announce(error.message);
+    showNotice(error.message);
+    announce(error.message); // a dialog may cover the notice
   }
 }
 
-const correct = (n) => act(async () => {
-  const row = wall.rows[place];
-  const [before, after] = [labelName(row), data.facts.classes[n]];
-  if (before === after || !(await answer(data, row, after, before))) return;
-  byId("foldered").hidden = true;
-  done.push({ row, before, after });
-  drawBulk();
-  announce(`${data.paths[row]}: ${after}.`);
-  wall.refresh(row);
-  draw();
-});
-
-// Give one label to all images that are selected on the wall.
-const correctAll = (n) => act(async () => {
-  const rows = [...wall.chosen];
-  const said = rows.map((row) => [row, data.facts.classes[n], labelName(row)]);
-  if (!said.length) return;
-  await send(said);
-  byId("foldered").hidden = true;
-  done.push({ said });
-  announce(`${rows.length} images: ${data.facts.classes[n]}.`);
-  wall.choose([]);
-  show(true);
-});
-
-const send = async (said) => takeOver(data, await ask("answers", { said, since: data.facts.version }));
-
-function drawBulk() {
-  const some = wall.chosen.size;
-  byId("bulk").hidden = byId("none-of-them").hidden = !some;
-  byId("chosen").textContent = `${count(some)} selected`;
-  byId("select").setAttribute("aria-pressed", String(wall.selecting));
-  byId("take-back").disabled = !done.length;
-  if (some) choices(byId("choices-of-all"), data.facts, { press: correctAll });
+function correctOpenImage(classIndex) {
+  runAction(async () => {
+    const row = grid.rows[openPosition];
+    const previous = labelName(row);
+    const label = data.state.classes[classIndex];
+    if (label === previous || !(await saveLabel(data, row, label, previous))) {
+      return;
+    }
+    byId("folder-labels-notice").hidden = true;
+    undoStack.push({ entries: [[row, label, previous]], isBulk: false });
+    renderSelection();
+    announce(`${data.paths[row]}: ${label}.`);
+    grid.refreshRow(row);
+    renderDialog();
+  });
 }
 
-const undo = () => act(async () => {
-  const last = done.pop();
-  if (!last) return;
-  if (last.said) {
-    await send(last.said.map(([row, label, seen]) => [row, seen, label]));
-    show(true);
-  } else await answer(data, last.row, last.before, last.after);
-  announce("Undone.");
-  if (!last.said) wall.refresh(last.row);
-  drawBulk();
-  if (byId("one").open) draw();
-});
+/** Give one label to all images that are selected in the grid. */
+function correctSelectedImages(classIndex) {
+  runAction(async () => {
+    const label = data.state.classes[classIndex];
+    const entries = [...grid.selectedRows].map((row) => [row, label, labelName(row)]);
+    if (!entries.length) {
+      return;
+    }
+    await saveLabels(data, entries);
+    byId("folder-labels-notice").hidden = true;
+    undoStack.push({ entries, isBulk: true });
+    announce(`${entries.length} images: ${label}.`);
+    grid.clearSelection();
+    renderGrid(true);
+  });
+}
 
-const step = (by) => {
-  const to = place + by;
-  if (to >= 0 && to < wall.rows.length) open(to);
-};
+function undoLast() {
+  runAction(async () => {
+    const last = undoStack.pop();
+    if (!last) {
+      return;
+    }
+    const reversed = last.entries.map(([row, label, previous]) => [row, previous, label]);
+    if (last.isBulk) {
+      await saveLabels(data, reversed);
+      renderGrid(true);
+    } else {
+      const [row, label, previous] = reversed[0];
+      await saveLabel(data, row, label, previous);
+      grid.refreshRow(row);
+    }
+    announce("Undone.");
+    renderSelection();
+    if (byId("image-dialog").open) {
+      renderDialog();
+    }
+  });
+}
 
-// Quality
+// The quality of the model
 
-const NAMES = 40;
-
-async function quality() {
+/** Load and show accuracy, confusion and calibration on the labeled images. */
+async function renderQuality() {
   byId("summary").textContent = "…";
-  const found = await ask("scores");
-  if (!found.images) {
-    byId("summary").textContent = "No image has a label that the model knows, so nothing can be compared. Press an image to label it.";
-    for (const part of document.querySelectorAll("#quality section")) part.hidden = true;
+  const scores = await requestJson("scores");
+  const hasLabels = scores.images > 0;
+  for (const section of document.querySelectorAll("#quality-view section")) {
+    section.hidden = !hasLabels;
+  }
+  if (!hasLabels) {
+    byId("summary").textContent =
+      "No image has a label that the model knows, so nothing can be compared. Press an image to label it.";
     return;
   }
-  for (const part of document.querySelectorAll("#quality section")) part.hidden = false;
-  byId("summary").textContent = `The model agrees with ${percent(found.accuracy, 1)} of ${count(found.images)} labels (balanced over classes: ${percent(found.balanced_accuracy, 1)}). ` +
-    `Its probabilities are off by ${percent(found.calibration_error, 1)} on average. For ${percent(found.sure.share)} of these images its confidence is at least ${percent(found.sure.at_least)}` +
-    (found.sure.accuracy === null ? "." : `; it is right on ${percent(found.sure.accuracy, 1)} of those.`);
-  byId("confusion").replaceChildren(confusion(found));
-  byId("calibration").replaceChildren(calibration(found));
-  const cells = (each) => [each.precision, each.recall, each.f1].map((share) => html("td", null, percent(share, 1)));
-  byId("classes").replaceChildren(html("table", null,
-    html("thead", null, html("tr", null, html("th", { class: "left" }, "class"), ["precision", "recall", "F1", "labels"].map((word) => html("th", null, word)))),
-    html("tbody", null, found.per_class.map((each) => html("tr", null, html("th", { scope: "row" }, each.class), cells(each), html("td", null, count(each.support)))))));
+  byId("summary").textContent = summarizeScores(scores);
+  byId("confusion").replaceChildren(createConfusionTable(scores));
+  const chartWidth = Math.min(400, Math.max(280, byId("calibration").clientWidth));
+  const chartTitle = "Share of correct predictions, by probability";
+  byId("calibration").replaceChildren(calibrationChart(chartWidth, { bins: scores.reliability, title: chartTitle }));
+  byId("class-scores").replaceChildren(createClassTable(scores));
 }
 
-function confusion({ classes, confusion: matrix }) {
-  if (classes.length > NAMES) return html("p", { class: "less" }, `${classes.length} classes are too many for a table; halfmoon evaluate --out writes it.`);
-  const head = html("tr", null, html("td"), classes.map((word) => html("th", { scope: "col" }, word)));
-  const rows = matrix.map((row, t) => {
-    const all = row.reduce((sum, n) => sum + n, 0) || 1;
-    return html("tr", null, html("th", { scope: "row" }, classes[t]), row.map((n, p) => html("td", null,
-      n ? html("button", { type: "button", class: n / all > 0.77 ? "dark" : null, style: `--share:${(100 * n) / all}`, "aria-label": `label ${classes[t]}, predicted ${classes[p]}: ${n}`, onclick: () => only(t, p, classes) }, count(n)) : null)));
+function summarizeScores(scores) {
+  const { share, at_least: threshold, accuracy: confidentAccuracy } = scores.sure;
+  const accuracyOfConfident =
+    confidentAccuracy === null ? "" : `; it is right on ${formatPercent(confidentAccuracy, 1)} of those`;
+  return (
+    `The model agrees with ${formatPercent(scores.accuracy, 1)} of ${formatCount(scores.images)} labels ` +
+    `(balanced over classes: ${formatPercent(scores.balanced_accuracy, 1)}). ` +
+    `Its probabilities are off by ${formatPercent(scores.calibration_error, 1)} on average. ` +
+    `For ${formatPercent(share)} of these images its confidence is at least ${formatPercent(threshold)}` +
+    `${accuracyOfConfident}.`
+  );
+}
+
+/** Create the table of confusions: a row for each label, and a column for each predicted class. */
+function createConfusionTable({ classes, confusion }) {
+  if (classes.length > MAX_TABLE_CLASSES) {
+    const text = `${classes.length} classes are too many for a table; halfmoon evaluate --out writes it.`;
+    return createElement("p", { class: "muted" }, text);
+  }
+  const createCell = (count, label, predicted, labelTotal) => {
+    if (!count) {
+      return createElement("td");
+    }
+    const share = count / labelTotal;
+    const attributes = {
+      type: "button",
+      class: share > DARK_CELL_SHARE ? "dark" : null,
+      style: `--share:${100 * share}`,
+      "aria-label": `label ${label}, predicted ${predicted}: ${count}`,
+      onclick: () => showImagesOf(label, predicted),
+    };
+    return createElement("td", null, createElement("button", attributes, formatCount(count)));
+  };
+  const rows = confusion.map((counts, labelIndex) => {
+    const label = classes[labelIndex];
+    const total = counts.reduce((sum, count) => sum + count, 0) || 1;
+    const cells = counts.map((count, index) => createCell(count, label, classes[index], total));
+    return createElement("tr", null, createElement("th", { scope: "row" }, label), cells);
   });
-  return html("table", { class: "confusion" }, html("thead", null, head), html("tbody", null, rows));
+  const headings = classes.map((name) => createElement("th", { scope: "col" }, name));
+  const head = createElement("thead", null, createElement("tr", null, createElement("td"), headings));
+  return createElement("table", { class: "confusion" }, head, createElement("tbody", null, rows));
 }
 
-function only(t, p, classes) {
-  byId("labeled").value = String(data.facts.classes.indexOf(classes[t]));
-  byId("predicted").value = String(data.facts.classes.indexOf(classes[p]));
-  view("wall");
-  show();
-  wall.focus(0);
+/** Create the table of precision, recall and F1 of each class. */
+function createClassTable({ per_class: scoresByClass }) {
+  const headings = ["precision", "recall", "F1", "labels"].map((text) => createElement("th", null, text));
+  const head = createElement("tr", null, createElement("th", { class: "left" }, "class"), headings);
+  const rows = scoresByClass.map((scores) => {
+    const shares = [scores.precision, scores.recall, scores.f1];
+    return createElement(
+      "tr",
+      null,
+      createElement("th", { scope: "row" }, scores.class),
+      shares.map((share) => createElement("td", null, formatPercent(share, 1))),
+      createElement("td", null, formatCount(scores.support)),
+    );
+  });
+  return createElement("table", null, createElement("thead", null, head), createElement("tbody", null, rows));
 }
 
-function calibration({ reliability }) {
-  const width = Math.min(400, Math.max(280, byId("calibration").clientWidth));
-  return calibrationChart(width, { bins: reliability, title: "Share of correct predictions, by probability" });
+/** Show the images with a label and a predicted class in the grid. */
+function showImagesOf(label, predicted) {
+  byId("label-filter").value = String(data.state.classes.indexOf(label));
+  byId("prediction-filter").value = String(data.state.classes.indexOf(predicted));
+  switchView("grid");
+  renderGrid();
+  grid.focusPosition(0);
 }
 
-function view(to) {
-  const scores = to === "scores";
-  byId("images").hidden = scores;
-  byId("quality").hidden = !scores;
-  byId("tab-wall").setAttribute("aria-pressed", String(!scores));
-  byId("tab-scores").setAttribute("aria-pressed", String(scores));
-  if (scores) act(quality);
-  else fit();
+/** Show the view of the images ("grid") or of the quality of the model ("quality"). */
+function switchView(name) {
+  const showsQuality = name === "quality";
+  byId("grid-view").hidden = showsQuality;
+  byId("quality-view").hidden = !showsQuality;
+  byId("tab-grid").setAttribute("aria-pressed", String(!showsQuality));
+  byId("tab-quality").setAttribute("aria-pressed", String(showsQuality));
+  if (showsQuality) {
+    runAction(renderQuality);
+  } else {
+    fitGridToWindow();
+  }
 }
 
-const fit = () => byId("wall").style.setProperty("--used", `${Math.ceil(byId("wall").getBoundingClientRect().top + scrollY)}px`);
+// Changes by the server and by other people
 
-async function watch() {
+async function pollState() {
   try {
-    const facts = await ask(`state?since=${data.facts.version}`);
-    takeOver(data, facts);
-    for (const [at] of facts.changes) wall.refresh(at);
-    if (byId("notice").textContent.startsWith("halfmoon no longer")) notice("");
+    const state = await requestJson(`state?since=${data.state.version}`);
+    applyState(data, state);
+    for (const [row] of state.changes) {
+      grid.refreshRow(row);
+    }
+    clearStoppedNotice();
   } catch (error) {
-    notice(error.message);
+    showNotice(error.message);
   }
-  setTimeout(watch, EVERY);
+  setTimeout(pollState, POLL_MS);
 }
 
-async function predicted() {
+/** Wait until the model has predicted all images, and return its predictions. */
+async function loadPredictions() {
   for (;;) {
-    const { model: progress } = await ask("state");
-    if (progress.error) throw new Error(`The model cannot be used: ${progress.error}`);
-    byId("progress").textContent = progress.ready ? `${count(data.paths.length)} images, model ${data.model}` : `the model predicts the images: ${count(progress.done)} of ${count(progress.of)}`;
-    if (progress.ready) return ask("predictions");
-    await new Promise((go) => setTimeout(go, 500));
+    const { model } = await requestJson("state");
+    if (model.error) {
+      throw new Error(`The model cannot be used: ${model.error}`);
+    }
+    if (model.ready) {
+      byId("progress").textContent = `${formatCount(data.paths.length)} images, model ${data.modelName}`;
+      return requestJson("predictions");
+    }
+    byId("progress").textContent =
+      `the model predicts the images: ${formatCount(model.done)} of ${formatCount(model.total)}`;
+    await new Promise((resolve) => setTimeout(resolve, PREDICTION_POLL_MS));
   }
 }
 
-keys((key) => {
-  if (!data.seen) return false;
-  const acts = { q: () => view(byId("quality").hidden ? "scores" : "wall"), "?": () => byId("keys").showModal(), u: undo, undo };
-  if (!byId("images").hidden) Object.assign(acts, { x: () => byId("select").click(), a: () => wall.choose(wall.inSight()), Escape: () => wall.choose([]) });
-  const n = keysOf(data.facts.classes).indexOf(key);
-  if (n >= 0 && wall.chosen.size && !byId("images").hidden) return correctAll(n), true;
-  return acts[key] ? (acts[key](), true) : false;
-});
-byId("one").addEventListener("keydown", (event) => {
-  if (event.altKey || event.metaKey || (event.ctrlKey && event.key !== "z") || /^(INPUT|SELECT)$/.test(event.target.tagName)) return;
-  const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
-  const n = event.ctrlKey ? -1 : keysOf(data.facts.classes).indexOf(key);
-  const acts = { ArrowLeft: () => step(-1), ArrowRight: () => step(1), z: event.ctrlKey ? undo : () => look.toggle(), "+": () => look.by(1), "-": () => look.by(-1), c: () => announce(look.cycle()), u: undo };
-  if (n >= 0) correct(n);
-  else if (acts[key]) acts[key]();
-  else return;
+// Keyboard and buttons
+
+const COMMANDS = {
+  q: () => switchView(byId("quality-view").hidden ? "quality" : "grid"),
+  u: undoLast,
+  undo: undoLast,
+  "?": () => byId("shortcuts").showModal(),
+};
+
+const GRID_COMMANDS = {
+  x: () => byId("select-mode").click(),
+  a: () => grid.selectVisibleRows(),
+  Escape: () => grid.clearSelection(),
+};
+
+const DIALOG_COMMANDS = {
+  ArrowLeft: () => openNeighbor(-1),
+  ArrowRight: () => openNeighbor(1),
+  z: () => viewer.toggleZoom(),
+  "+": () => viewer.zoomBy(1),
+  "-": () => viewer.zoomBy(-1),
+  c: () => announce(viewer.selectNextPreset()),
+  u: undoLast,
+};
+
+/** Run the command of a key, and return whether there is one. */
+function handleKey(key) {
+  if (!data.predictions) {
+    return false;
+  }
+  const classIndex = assignKeys(data.state.classes).indexOf(key);
+  if (classIndex >= 0 && grid.selectedRows.size && isGridShown()) {
+    correctSelectedImages(classIndex);
+    return true;
+  }
+  const command = COMMANDS[key] ?? (isGridShown() ? GRID_COMMANDS[key] : undefined);
+  command?.();
+  return command !== undefined;
+}
+
+/** Run the command of a key in the dialog, which `addKeyHandler` leaves out. */
+function handleDialogKey(event) {
+  const isInField = /^(INPUT|SELECT)$/.test(event.target.tagName);
+  const isUndo = event.ctrlKey && event.key === "z";
+  if (event.altKey || event.metaKey || (event.ctrlKey && !isUndo) || isInField) {
+    return;
+  }
+  const key = normalizeKey(event);
+  const classIndex = assignKeys(data.state.classes).indexOf(key);
+  if (isUndo) {
+    undoLast();
+  } else if (classIndex >= 0) {
+    correctOpenImage(classIndex);
+  } else if (DIALOG_COMMANDS[key]) {
+    DIALOG_COMMANDS[key]();
+  } else {
+    return;
+  }
   event.preventDefault();
   event.stopPropagation();
-});
-byId("one").addEventListener("close", () => wall.focus(place));
-for (const id of ["sort", "predicted", "labeled"]) byId(id).addEventListener("change", () => show());
-byId("screen").addEventListener("click", () => wall.choose(wall.inSight()));
-byId("none-of-them").addEventListener("click", () => wall.choose([]));
-byId("take-back").addEventListener("click", undo);
-byId("select").addEventListener("click", () => {
-  wall.selecting = !wall.selecting;
-  drawBulk();
-});
-byId("before").addEventListener("click", () => step(-1));
-byId("after").addEventListener("click", () => step(1));
-byId("close").addEventListener("click", () => byId("one").close());
-byId("zoom").addEventListener("click", () => look.toggle());
-byId("help").addEventListener("click", () => byId("keys").showModal());
-byId("tab-wall").addEventListener("click", () => view("wall"));
-byId("tab-scores").addEventListener("click", () => view("scores"));
+}
 
-try {
-  const found = await ask("start");
-  Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), by: null, facts: found, model: found.model_name });
-  byId("foldered").hidden = !found.foldered;
-  data.seen = await predicted();
-  takeOver(data, await ask(`state?since=${data.facts.version}`));
-  selects();
-  if (!data.labels.some((label) => label >= 0)) byId("sort").value = "unsure";
-  fit();
-  drawBulk();
-  show();
-  askCaptions(data, () => {
-    wall.extra += 16; // a second line
-    show(true);
+function addListeners() {
+  addKeyHandler(handleKey);
+  byId("image-dialog").addEventListener("keydown", handleDialogKey);
+  byId("image-dialog").addEventListener("close", () => grid.focusPosition(openPosition));
+  for (const id of ["sort", "prediction-filter", "label-filter"]) {
+    byId(id).addEventListener("change", () => renderGrid());
+  }
+  const clickHandlers = {
+    "select-visible": () => grid.selectVisibleRows(),
+    "clear-selection": () => grid.clearSelection(),
+    "select-mode": () => {
+      grid.isSelecting = !grid.isSelecting;
+      renderSelection();
+    },
+    "grid-undo": undoLast,
+    previous: () => openNeighbor(-1),
+    next: () => openNeighbor(1),
+    close: () => byId("image-dialog").close(),
+    zoom: () => viewer.toggleZoom(),
+    help: () => byId("shortcuts").showModal(),
+    "tab-grid": () => switchView("grid"),
+    "tab-quality": () => switchView("quality"),
+  };
+  for (const [id, handleClick] of Object.entries(clickHandlers)) {
+    byId(id).addEventListener("click", handleClick);
+  }
+}
+
+async function openPage() {
+  const start = await requestJson("start");
+  data.paths = start.paths;
+  data.labels = start.labels;
+  data.undecided = new Set(start.undecided_rows);
+  data.state = start;
+  data.modelName = start.model_name;
+  byId("folder-labels-notice").hidden = !start.labels_from_folders;
+  data.predictions = await loadPredictions();
+  // Labels may have changed while the model predicted.
+  applyState(data, await requestJson(`state?since=${data.state.version}`));
+  renderFilters();
+  if (!data.labels.some((label) => label >= 0)) {
+    byId("sort").value = "uncertain";
+  }
+  fitGridToWindow();
+  renderSelection();
+  renderGrid();
+  loadCaptions(data, () => {
+    grid.captionHeight += CAPTION_LINE_PIXELS; // captions need a second line
+    renderGrid(true);
   });
-  setTimeout(watch, EVERY);
+  setTimeout(pollState, POLL_MS);
+}
+
+addListeners();
+try {
+  await openPage();
 } catch (error) {
-  notice(error.message);
+  showNotice(error.message);
 }
 document.body.dataset.ready = "yes";

@@ -1,4 +1,4 @@
-/* global Plot, chart, clipped, filled, hollow, range, shown */
+/* global Plot, computeAxisRange, createChart, filledMarker, formatNumber, hollowMarker, shortenName */
 // The kinds of charts, described as marks of Observable Plot. Each takes the width it has and returns an SVG.
 
 const HEIGHT = 290;
@@ -10,20 +10,20 @@ const NUMBERS = { label: null, tickSize: 0, grid: false, ticks: 5 };
 // Room for the numbers of an axis at its left side.
 function leftMargin([low, high]) {
   const digits = Math.max(0, Math.ceil(-Math.log10((high - low) / 5)));
-  const whole = high >= 10000 ? 4 : Math.max(shown(low, 0).length, shown(high, 0).length);
+  const whole = high >= 10000 ? 4 : Math.max(formatNumber(low, 0).length, formatNumber(high, 0).length);
   return 16 + 6.7 * (whole + (digits ? digits + 1 : 0));
 }
 
-const ticked = ([low, high]) => (Math.max(Math.abs(low), Math.abs(high)) >= 10000 ? (value) => shown(value) : undefined);
+const ticked = ([low, high]) => (Math.max(Math.abs(low), Math.abs(high)) >= 10000 ? (value) => formatNumber(value) : undefined);
 
-// Lines over a number: lines of {look, x, mean, low, high}, or {look, points, published} along an axis of the study.
+// Lines over a number: lines of {style, x, mean, low, high}, or {style, points, published} along an axis of the study.
 function lineChart(width, spec) {
   const { lines, title, xLabel, percent, height = HEIGHT } = spec;
   const dots = lines.flatMap((line) => line.published ?? []);
   const places = [...new Set([...lines.flatMap((line) => line.x), ...dots.map((dot) => dot.x)])].sort((a, b) => a - b);
   const spread = dots.flatMap((dot) => [dot.mean - (dot.deviation ?? 0), dot.mean + (dot.deviation ?? 0)]);
   const ys = [...lines.flatMap((line) => [...line.low, ...line.high]), ...spread].filter(Number.isFinite);
-  const yRange = ys.length ? range(ys, percent ? 4 : 0.02, spec.least ?? 0, percent ? 100 : spec.most ?? 1) : [0, 1];
+  const yRange = ys.length ? computeAxisRange(ys, percent ? 4 : 0.02, spec.least ?? 0, percent ? 100 : spec.most ?? 1) : [0, 1];
   let xRange = places.length ? [places[0], places.at(-1)] : [0, 1];
   if (xRange[0] === xRange[1]) xRange = [xRange[0] - 1, xRange[1] + 1];
   const margin = spec.exact ? 0.03 * (xRange[1] - xRange[0]) : 0;
@@ -31,11 +31,11 @@ function lineChart(width, spec) {
   const most = width > 420 ? 7 : 4;
   const few = spec.exact && places.length <= most + 3 && places.length > 1;
   const xTicks = few ? places : spec.whole ? Math.max(1, Math.min(most, Math.floor(xRange[1] - xRange[0]))) : most;
-  const ends = lines.filter((line) => line.mean.length).map((line) => `${line.look.title} ends at ${shown(line.mean.at(-1))}`);
+  const ends = lines.filter((line) => line.mean.length).map((line) => `${line.style.title} ends at ${formatNumber(line.mean.at(-1))}`);
   const reach = (places.at(-1) - places[0]) / 40;
-  return chart({
+  return createChart({
     width, height, marginLeft: leftMargin(yRange), marginRight: 14, marginTop: 8, marginBottom: 40,
-    x: { type: "linear", domain: xRange, ...below(xLabel, 40), ticks: xTicks, tickFormat: few ? (value) => (Math.abs(value) < 10000 ? String(value) : shown(value)) : ticked(xRange) },
+    x: { type: "linear", domain: xRange, ...below(xLabel, 40), ticks: xTicks, tickFormat: few ? (value) => (Math.abs(value) < 10000 ? String(value) : formatNumber(value)) : ticked(xRange) },
     y: { type: "linear", domain: yRange, ...NUMBERS, ticks: spec.height ? 3 : 5, tickFormat: ticked(yRange) },
     marks: [
       Plot.gridY({ ...RULE, ticks: spec.height ? 3 : 5 }),
@@ -44,24 +44,24 @@ function lineChart(width, spec) {
       Plot.ruleX(places.map((x) => ({ x })), Plot.pointerX({ className: "guide", ariaHidden: "true", x: "x", stroke: "var(--line)", strokeDasharray: "2 3", maxRadius: Infinity })),
     ],
   }, `${title}, against ${xLabel}: ${ends.join("; ") || "no line is shown"}.`, ({ x }) => [
-    `${xLabel} ${shown(x)}`, lines.flatMap((line) => valuesAt(line, x, reach)).sort((a, b) => b[3] - a[3]),
+    `${xLabel} ${formatNumber(x)}`, lines.flatMap((line) => valuesAt(line, x, reach)).sort((a, b) => b[3] - a[3]),
   ], (scale) => places.map((x) => [scale("x").apply(x), height / 3]));
 }
 
 function lineMarks(line, number, count) {
-  const { look } = line;
+  const { style } = line;
   const points = line.x.map((x, n) => ({ x, mean: line.mean[n], low: line.low[n], high: line.high[n] }));
   // Markers of neighbors are at different places, so that none hides another.
   const every = line.dense ? 1 : Math.max(1, Math.floor(points.length / 7));
   const first = line.dense ? 0 : Math.floor((number * every) / Math.max(1, count)) % every;
   const published = line.published ?? [];
   return [
-    line.seeds > 1 ? Plot.areaY(points, { className: "band", x: "x", y1: "low", y2: "high", fill: look.color, fillOpacity: 0.13 }) : null,
-    line.bars ? Plot.ruleX(points, { x: "x", y1: "low", y2: "high", stroke: look.color, strokeOpacity: 0.5 }) : null,
-    Plot.line(points, { className: "line", ariaLabel: () => look.title, x: "x", y: "mean", stroke: look.color, strokeWidth: 2, strokeLinecap: "butt", strokeDasharray: look.dashes || undefined }),
-    Plot.dot(points.filter((_, n) => n % every === first), { className: "marker", x: "x", y: "mean", ...filled(look, 3.8) }),
-    Plot.ruleX(published, { x: "x", y1: (dot) => dot.mean - dot.deviation, y2: (dot) => dot.mean + dot.deviation, stroke: look.color, strokeWidth: 1.4 }),
-    Plot.dot(published, { className: "published", x: "x", y: "mean", ...hollow(look, 4.6) }),
+    line.seeds > 1 ? Plot.areaY(points, { className: "band", x: "x", y1: "low", y2: "high", fill: style.color, fillOpacity: 0.13 }) : null,
+    line.bars ? Plot.ruleX(points, { x: "x", y1: "low", y2: "high", stroke: style.color, strokeOpacity: 0.5 }) : null,
+    Plot.line(points, { className: "line", ariaLabel: () => style.title, x: "x", y: "mean", stroke: style.color, strokeWidth: 2, strokeLinecap: "butt", strokeDasharray: style.dashes || undefined }),
+    Plot.dot(points.filter((_, n) => n % every === first), { className: "marker", x: "x", y: "mean", ...filledMarker(style, 3.8) }),
+    Plot.ruleX(published, { x: "x", y1: (dot) => dot.mean - dot.deviation, y2: (dot) => dot.mean + dot.deviation, stroke: style.color, strokeWidth: 1.4 }),
+    Plot.dot(published, { className: "published", x: "x", y: "mean", ...hollowMarker(style, 4.6) }),
   ];
 }
 
@@ -70,32 +70,32 @@ function valuesAt(line, at, reach) {
   const rows = [];
   if (line.x.length) {
     const n = line.x.reduce((best, each, m) => (Math.abs(each - at) < Math.abs(line.x[best] - at) ? m : best), 0);
-    const seeds = line.seeds > 1 ? ` (${shown(line.low[n], 2)} to ${shown(line.high[n], 2)})` : "";
-    if (Math.abs(line.x[n] - at) <= reach) rows.push([line.look.color, line.look.title, shown(line.mean[n], 2) + seeds, line.mean[n]]);
+    const seeds = line.seeds > 1 ? ` (${formatNumber(line.low[n], 2)} to ${formatNumber(line.high[n], 2)})` : "";
+    if (Math.abs(line.x[n] - at) <= reach) rows.push([line.style.color, line.style.title, formatNumber(line.mean[n], 2) + seeds, line.mean[n]]);
   }
   for (const dot of line.published ?? []) {
-    const spread = dot.deviation ? ` \u00b1 ${shown(dot.deviation, 2)}` : "";
-    if (dot.x === at) rows.push([line.look.color, `${line.look.title}, published`, shown(dot.mean, 2) + spread, dot.mean]);
+    const spread = dot.deviation ? ` \u00b1 ${formatNumber(dot.deviation, 2)}` : "";
+    if (dot.x === at) rows.push([line.style.color, `${line.style.title}, published`, formatNumber(dot.mean, 2) + spread, dot.mean]);
   }
   return rows;
 }
 
 // An axis of names: slanted where they have no room beside each other, and then as many as there is room for.
 function nameAxis(names, room) {
-  const longest = Math.max(...names.map((name) => clipped(name).length), 1);
+  const longest = Math.max(...names.map((name) => shortenName(name).length), 1);
   const fits = names.length * (6.8 * longest + 6) <= room;
   const every = fits ? 1 : Math.max(1, Math.ceil((names.length * 15) / room));
   const shownNames = names.map((_, n) => n).filter((n) => n % every === 0);
   const steep = fits ? 0 : 4.4 * longest;
-  return { steep, axis: { domain: names.map((_, n) => n), ticks: shownNames, tickFormat: (n) => clipped(names[n]), tickSize: 0, ...(fits ? {} : { tickRotate: -38 }) } };
+  return { steep, axis: { domain: names.map((_, n) => n), ticks: shownNames, tickFormat: (n) => shortenName(names[n]), tickSize: 0, ...(fits ? {} : { tickRotate: -38 }) } };
 }
 
-// Dots over classes: sets of {look, mean, low, high}, side by side within a class.
+// Dots over classes: sets of {style, mean, low, high}, side by side within a class.
 function classChart(width, spec) {
   const { sets, classes, title, yLabel } = spec;
   const top = Math.max(...sets.flatMap((set) => set.high ?? set.mean), 1);
   const yRange = [0, spec.full ? 100 : Math.min(100, top * 1.06)];
-  const alt = `${title}, by class: ` + sets.map((set) => `${set.look.title} ${shown(Math.min(...set.mean), 1)} to ${shown(Math.max(...set.mean), 1)} %`).join("; ");
+  const alt = `${title}, by class: ` + sets.map((set) => `${set.style.title} ${formatNumber(Math.min(...set.mean), 1)} to ${formatNumber(Math.max(...set.mean), 1)} %`).join("; ");
   const marginLeft = leftMargin(yRange);
   const { axis, steep } = nameAxis(classes, width - marginLeft - 14);
   const step = (width - marginLeft - 14) / classes.length;
@@ -105,12 +105,12 @@ function classChart(width, spec) {
     const points = set.mean.map((mean, n) => ({ n, mean, low: set.low?.[n] ?? 0, high: set.high?.[n] ?? mean }));
     const dx = sets.length > 1 ? (s / (sets.length - 1) - 0.5) * room : 0;
     return [
-      Plot.ruleX(points, { x: "n", y1: "low", y2: "high", dx, stroke: set.look.color, strokeWidth: 1.4, strokeOpacity: 0.55 }),
-      Plot.dot(points, { className: "marker", ariaLabel: () => set.look.title, x: "n", y: "mean", dx, ...filled(set.look, size) }),
+      Plot.ruleX(points, { x: "n", y1: "low", y2: "high", dx, stroke: set.style.color, strokeWidth: 1.4, strokeOpacity: 0.55 }),
+      Plot.dot(points, { className: "marker", ariaLabel: () => set.style.title, x: "n", y: "mean", dx, ...filledMarker(set.style, size) }),
     ];
   };
   const places = classes.map((_, n) => ({ n }));
-  return chart({
+  return createChart({
     width, height: HEIGHT, marginLeft, marginRight: 14, marginTop: 8, marginBottom: 40 + steep,
     x: { type: "band", padding: 0, ...axis, ...below(yLabel, 40 + steep) },
     y: { type: "linear", domain: yRange, ...NUMBERS },
@@ -120,7 +120,7 @@ function classChart(width, spec) {
       Plot.cell(places, Plot.pointerX({ className: "guide", ariaHidden: "true", x: "n", fill: "currentColor", fillOpacity: 0.08, maxRadius: Infinity })),
       sets.map(setMarks),
     ],
-  }, alt, ({ n }) => [classes[n], sets.map((set) => [set.look.color, set.look.title, `${shown(set.mean[n], 2)} %`])],
+  }, alt, ({ n }) => [classes[n], sets.map((set) => [set.style.color, set.style.title, `${formatNumber(set.mean[n], 2)} %`])],
   (scale) => places.map(({ n }) => [scale("x").apply(n) + step / 2, HEIGHT / 3]));
 }
 
@@ -138,29 +138,29 @@ function matrixChart(width, { matrix, classes, title }) {
   const cells = matrix.flatMap((row, t) => row.map((count, p) => ({ t, p, count, share: count / right[t] })));
   const some = cells.filter(({ count }) => count);
   const height = span + 50 + names.steep;
-  return chart({
+  return createChart({
     width: across, height, marginLeft, marginRight: across - marginLeft - span, marginTop: 1, marginBottom: height - span - 1,
     x: { type: "band", padding: 0, ...names.axis, ...below("predicted class (rows: true class), % of the row", height - span - 1) },
-    y: { type: "band", padding: 0, domain: classes.map((_, n) => n), ticks: classes.map((_, n) => n).filter((n) => n % every === 0), tickFormat: (n) => clipped(classes[n]), tickSize: 0, label: null },
+    y: { type: "band", padding: 0, domain: classes.map((_, n) => n), ticks: classes.map((_, n) => n).filter((n) => n % every === 0), tickFormat: (n) => shortenName(classes[n]), tickSize: 0, label: null },
     opacity: { type: "identity" },
     marks: [
       Plot.frame({ stroke: "var(--line)" }),
       Plot.cell(some, { className: "cell", x: "p", y: "t", fill: "var(--cell)", fillOpacity: "share", inset: 0 }),
-      side < 24 ? null : [false, true].map((dark) => Plot.text(some.filter(({ share }) => share > 0.77 === dark), { x: "p", y: "t", text: ({ share }) => shown(100 * share, 0), fill: dark ? "#fff" : "var(--cell-ink)" })),
+      side < 24 ? null : [false, true].map((dark) => Plot.text(some.filter(({ share }) => share > 0.77 === dark), { x: "p", y: "t", text: ({ share }) => formatNumber(100 * share, 0), fill: dark ? "#fff" : "var(--cell-ink)" })),
       Plot.cell(cells, Plot.pointer({ className: "guide", ariaHidden: "true", x: "p", y: "t", fill: "none", stroke: "var(--ink)", inset: 0, maxRadius: side })),
     ],
-  }, `${title}: ${shown(100 * correct, 1)} % lie on the diagonal.`,
-  ({ t, p, count, share }) => [`true: ${classes[t]}`, [["", `predicted: ${classes[p]}`, `${shown(count)} (${shown(100 * share, 1)} %)`]]],
+  }, `${title}: ${formatNumber(100 * correct, 1)} % lie on the diagonal.`,
+  ({ t, p, count, share }) => [`true: ${classes[t]}`, [["", `predicted: ${classes[p]}`, `${formatNumber(count)} (${formatNumber(100 * share, 1)} %)`]]],
   (scale) => some.map(({ t, p }) => [scale("x").apply(p) + side / 2, scale("y").apply(t) + side / 2]));
 }
 
 // With very many classes: what is mistaken for what most often, as entries [true class, predicted class, images, images of the true class].
 function confusionsChart(width, { entries, classes, title }) {
-  const rows = entries.map(([t, p, count, all], n) => ({ n, t, p, count, share: (100 * count) / all, name: `${clipped(classes[t], 16)} as ${clipped(classes[p], 16)}` }));
+  const rows = entries.map(([t, p, count, all], n) => ({ n, t, p, count, share: (100 * count) / all, name: `${shortenName(classes[t], 16)} as ${shortenName(classes[p], 16)}` }));
   const marginLeft = Math.min(0.6 * width, 24 + 6.7 * Math.max(...rows.map(({ name }) => name.length), 1));
   const height = 22 * rows.length + 46;
-  const numbers = ({ count, share }) => `${shown(count)} (${shown(share, 1)} %)`;
-  return chart({
+  const numbers = ({ count, share }) => `${formatNumber(count)} (${formatNumber(share, 1)} %)`;
+  return createChart({
     width, height, marginLeft, marginRight: 90, marginTop: 2, marginBottom: 44,
     x: { type: "linear", domain: [0, Math.max(...rows.map(({ share }) => share), 1)], ticks: width > 420 ? 7 : 3, ...below("of the images of the true class, %", 44) },
     y: { type: "linear", domain: [rows.length, 0], ticks: rows.map(({ n }) => n + 0.5), tickFormat: (y) => rows[y - 0.5].name, tickSize: 0, label: null },
@@ -178,32 +178,32 @@ function confusionsChart(width, { entries, classes, title }) {
 // A row for each method: a dot for each client, mean and standard deviation over clients, and the mean of the worst tenth.
 function clientChart(width, { sets, title }) {
   const row = 46;
-  const alt = `${title}: ` + sets.map(({ look, mean, deviation, worst }) => `${look.title} ${shown(mean, 1)} % on average, standard deviation ${shown(deviation, 1)}, worst tenth ${shown(worst, 1)} %`).join("; ");
+  const alt = `${title}: ` + sets.map(({ style, mean, deviation, worst }) => `${style.title} ${formatNumber(mean, 1)} % on average, standard deviation ${formatNumber(deviation, 1)}, worst tenth ${formatNumber(worst, 1)} %`).join("; ");
   const lowest = Math.min(...sets.flatMap((set) => [set.worst, set.mean - set.deviation, ...set.each.map(([, share]) => share)]), 100);
   const xRange = [Math.max(0, Math.floor(lowest / 10) * 10), 100];
   const height = row * sets.length + 48;
   const rows = sets.map((set, n) => ({ ...set, y: n + 0.65 }));
-  return chart({
+  return createChart({
     width, height, marginLeft: 16, marginRight: 14, marginTop: 4, marginBottom: 44,
     x: { type: "linear", domain: xRange, ticks: width > 420 ? 8 : 4, ...below("accuracy of the final model at a client, %", 44) },
     y: { type: "linear", domain: [sets.length || 1, 0], axis: null },
     marks: [
       Plot.ruleY([sets.length || 1], { stroke: "var(--line)" }),
       Plot.ruleY(rows, { ...RULE, y: "y" }),
-      rows.map(({ look, mean, deviation, worst, each, y }) => [
-        Plot.text([look.title], { x: xRange[0], y: y - 0.35, text: (name) => name, textAnchor: "start", fontWeight: 600, fill: "var(--ink)" }),
+      rows.map(({ style, mean, deviation, worst, each, y }) => [
+        Plot.text([style.title], { x: xRange[0], y: y - 0.35, text: (name) => name, textAnchor: "start", fontWeight: 600, fill: "var(--ink)" }),
         // Equal accuracies are in two rows, so that one dot does not hide another.
-        Plot.dot(each, { className: "client", x: (client) => client[1], y: (_, k) => y + (k % 2 ? 0.08 : -0.08), r: 3, fill: look.color, fillOpacity: 0.45, stroke: "none" }),
-        Plot.ruleY([y], { x1: Math.max(xRange[0], mean - deviation), x2: Math.min(100, mean + deviation), stroke: look.color, strokeWidth: 2.4 }),
-        Plot.dot([mean], { ariaLabel: () => look.title, x: mean, y, ...filled(look, 5.4) }),
-        Plot.dot([worst], { x: worst, y, ...hollow(look, 5.2) }),
+        Plot.dot(each, { className: "client", x: (client) => client[1], y: (_, k) => y + (k % 2 ? 0.08 : -0.08), r: 3, fill: style.color, fillOpacity: 0.45, stroke: "none" }),
+        Plot.ruleY([y], { x1: Math.max(xRange[0], mean - deviation), x2: Math.min(100, mean + deviation), stroke: style.color, strokeWidth: 2.4 }),
+        Plot.dot([mean], { ariaLabel: () => style.title, x: mean, y, ...filledMarker(style, 5.4) }),
+        Plot.dot([worst], { x: worst, y, ...hollowMarker(style, 5.2) }),
       ]),
       Plot.ruleY(rows, Plot.pointerY({ className: "guide", ariaHidden: "true", y: "y", stroke: "var(--line)", strokeDasharray: "2 3", maxRadius: Infinity })),
     ],
-  }, alt, ({ look, mean, deviation, worst, each }) => {
+  }, alt, ({ style, mean, deviation, worst, each }) => {
     const values = [["mean", mean], ["standard deviation", deviation], ["worst tenth", worst]];
     if (each.length) values.push([`worst client: ${each[0][0]}`, each[0][1]]);
-    return [`${look.title}, %`, values.map(([name, value]) => [look.color, name, shown(value, 1)])];
+    return [`${style.title}, %`, values.map(([name, value]) => [style.color, name, formatNumber(value, 1)])];
   }, (scale) => rows.map(({ mean, y }) => [scale("x").apply(mean), scale("y").apply(y)]));
 }
 
@@ -212,7 +212,7 @@ const KINDS = { labeled: "#0072B2", unlabeled: "#D55E00" };
 function bubbleChart(width, split) {
   const { classes, shown: clients, server } = split;
   const columns = [...(server ? ["server", ""] : []), ...clients.map(String)];
-  const marginLeft = 24 + 6.7 * Math.max(...classes.map((name) => clipped(name).length));
+  const marginLeft = 24 + 6.7 * Math.max(...classes.map((name) => shortenName(name).length));
   const across = Math.min(34, (width - marginLeft - 6) / columns.length);
   const up = Math.max(5, Math.min(24, 320 / classes.length));
   const tall = up * classes.length;
@@ -232,10 +232,10 @@ function bubbleChart(width, split) {
   const everyClient = Math.max(1, Math.ceil(24 / across));
   const some = clients.length < split.clients ? `client (${clients.length} of ${split.clients} shown, evenly chosen)` : "client";
   const shownColumns = columns.filter((name, k) => name === "server" || (name && (k - (server ? 2 : 0)) % everyClient === 0));
-  return chart({
+  return createChart({
     width: wide, height: 2 * (tall + gap) + 44, marginLeft, marginRight: wide - marginLeft - across * columns.length, marginTop: gap, marginBottom: 44,
     x: { type: "band", padding: 0, domain: columns, ticks: shownColumns, tickSize: 0, ...below(some, 44) },
-    y: { type: "band", padding: 0, domain: classes.map((_, c) => c).reverse(), ticks: classes.map((_, c) => c).filter((c) => c % everyClass === 0), tickFormat: (c) => clipped(classes[c]), tickSize: 0, label: null },
+    y: { type: "band", padding: 0, domain: classes.map((_, c) => c).reverse(), ticks: classes.map((_, c) => c).filter((c) => c % everyClass === 0), tickFormat: (c) => shortenName(classes[c]), tickSize: 0, label: null },
     fy: { domain: Object.keys(KINDS), axis: null, paddingInner: gap / (tall + gap), paddingOuter: 0 },
     r: { type: "sqrt", domain: [0, 1], range: [0, 0.48 * Math.min(across, Math.max(up, 8))] },
     marks: [
@@ -258,7 +258,7 @@ function calibrationChart(width, { bins, title }) {
   const some = bins.filter((bin) => bin.images);
   const middle = (bin) => (bin.above + bin.to) / 2;
   const axis = { type: "linear", domain: [0, 1], ticks: 5, tickFormat: share, tickSize: 0 };
-  return chart({
+  return createChart({
     width, height: width, marginLeft: 48, marginRight: 20, marginTop: 10, marginBottom: 44,
     x: { ...axis, ...below("probability; stronger color: more images", 44) },
     y: { ...axis, label: null },
@@ -270,6 +270,6 @@ function calibrationChart(width, { bins, title }) {
       Plot.ruleX(some, Plot.pointerX({ className: "guide", ariaHidden: "true", x: middle, stroke: "var(--line)", strokeDasharray: "2 3", maxRadius: Infinity })),
     ],
   }, `${title}: ${some.map((bin) => `${share(bin.confidence)} confident, ${share(bin.accuracy)} right, ${bin.images} images`).join("; ")}`,
-  (bin) => [`${shown(bin.images)} images`, [["var(--cell)", "confident on average", `${shown(100 * bin.confidence, 1)} %`], ["var(--cell)", "right", `${shown(100 * bin.accuracy, 1)} %`]]],
+  (bin) => [`${formatNumber(bin.images)} images`, [["var(--cell)", "confident on average", `${formatNumber(100 * bin.confidence, 1)} %`], ["var(--cell)", "right", `${formatNumber(100 * bin.accuracy, 1)} %`]]],
   (scale) => some.map((bin) => [scale("x").apply(middle(bin)), width / 2]));
 }

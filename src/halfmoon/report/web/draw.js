@@ -1,209 +1,457 @@
 /* global Plot */
-// What all charts share: numbers, markers, readouts, and saving. Observable Plot (plot.js) draws; texts are never parsed as HTML.
+/**
+ * Functions that all charts share: elements, numbers, markers, tooltips, and files of figures.
+ *
+ * Observable Plot (plot.js) draws. Texts are inserted as text nodes and never parsed as HTML.
+ *
+ * @typedef {Object} LineStyle Style of the line of a method, as `halfmoon.report.styles` assigns it.
+ * @property {string} title - Name of the method.
+ * @property {string} color
+ * @property {?string} dashes - Lengths of dashes and gaps in pixels; "" for a solid line, null for a marker only.
+ * @property {string} marker - Name of the marker in matplotlib.
+ *
+ * @typedef {[color: string, name: string, value: string]} TooltipRow A line of a tooltip; the color "" has no dot.
+ */
 
-function html(name, attributes, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes ?? {})) made.setAttribute(key, value);
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
-  return made;
-}
+const COMPACT_FORMAT = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 });
+const MINUS_SIGN = "\u2212";
+const ELLIPSIS = "\u2026";
+const URL_LIFETIME_MS = 10000; // a saved file must have been read by then
 
-const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 });
-
-function shown(number, digits) {
-  if (digits === undefined) {
-    if (Math.abs(number) >= 10000) return compact.format(number);
-    digits = Number.isInteger(number) ? 0 : Math.abs(number) >= 100 ? 1 : Math.abs(number) >= 1 ? 2 : 3;
+/**
+ * Create an HTML element.
+ *
+ * @param {string} tag - Name of the element.
+ * @param {?Object<string, string>} attributes
+ * @param {...(Node|string|Array|null|undefined)} children - Contents; arrays are flattened, null and undefined skipped.
+ * @returns {HTMLElement}
+ */
+function createElement(tag, attributes, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    element.setAttribute(name, value);
   }
-  return number.toFixed(digits).replace("-", "\u2212");
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
 }
 
-const clipped = (name, most = 12) => (name.length > most ? `${name.slice(0, most - 1)}\u2026` : name);
-
-// The range of an axis: that of the numbers, at least `span` wide, with a little air, not beyond what is possible.
-function range(numbers, span, least, most) {
-  let low = Math.min(...numbers);
-  let high = Math.max(...numbers);
-  const lack = Math.max(0, span - (high - low)) / 2;
-  const air = 0.04 * Math.max(high - low, span);
-  low = Math.max(least, low - lack - air);
-  high = Math.min(most, high + lack + air);
-  if (high - low < span) [low, high] = low <= least ? [low, Math.min(most, low + span)] : [Math.max(least, high - span), high];
-  return [low, high];
+function createSvgElement(tag, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    element.setAttribute(name, value);
+  }
+  return element;
 }
 
-// The markers of halfmoon.report.styles, which have the names of matplotlib, as symbols of Plot.
-const pentagon = {
+/** Format a number with some digits after the decimal point; without `digits`, with about three significant ones. */
+function formatNumber(number, digits) {
+  const size = Math.abs(number);
+  if (digits === undefined && size >= 10000) {
+    return COMPACT_FORMAT.format(number);
+  }
+  let usedDigits = digits;
+  if (digits === undefined) {
+    if (Number.isInteger(number)) {
+      usedDigits = 0;
+    } else if (size >= 100) {
+      usedDigits = 1;
+    } else {
+      usedDigits = size >= 1 ? 2 : 3;
+    }
+  }
+  return number.toFixed(usedDigits).replace("-", MINUS_SIGN);
+}
+
+function shortenName(name, maxLength = 12) {
+  return name.length > maxLength ? `${name.slice(0, maxLength - 1)}${ELLIPSIS}` : name;
+}
+
+/**
+ * Compute the range of an axis: that of the numbers and a margin, within limits.
+ *
+ * @param {number[]} numbers - At least one.
+ * @param {number} minSpan - Smallest length of the range, because a smaller one would show only noise.
+ * @param {number} lowest - Lower limit.
+ * @param {number} highest - Upper limit.
+ * @returns {[low: number, high: number]}
+ */
+function computeAxisRange(numbers, minSpan, lowest, highest) {
+  const smallest = Math.min(...numbers);
+  const largest = Math.max(...numbers);
+  const widening = Math.max(0, minSpan - (largest - smallest)) / 2;
+  const margin = 0.04 * Math.max(largest - smallest, minSpan);
+  const low = Math.max(lowest, smallest - widening - margin);
+  const high = Math.min(highest, largest + widening + margin);
+  if (high - low >= minSpan) {
+    return [low, high];
+  }
+  // A limit has cut the range, so it grows at its other end.
+  return low <= lowest ? [low, Math.min(highest, low + minSpan)] : [Math.max(lowest, high - minSpan), high];
+}
+
+// Markers and samples of lines
+
+/** A symbol of Plot, which has no pentagon; `size` is its area in square pixels. */
+const PENTAGON = {
   draw(path, size) {
-    const radius = Math.sqrt(size / 2.378);
-    const corner = (n) => [radius * Math.sin((2 * n * Math.PI) / 5), -radius * Math.cos((2 * n * Math.PI) / 5)];
-    path.moveTo(...corner(0));
-    for (const n of [1, 2, 3, 4]) path.lineTo(...corner(n));
+    const radius = Math.sqrt(size / 2.378); // a regular pentagon has the area 2.378 * radius ** 2
+    const cornerAt = (index) => {
+      const angle = (2 * index * Math.PI) / 5;
+      return [radius * Math.sin(angle), -radius * Math.cos(angle)];
+    };
+    path.moveTo(...cornerAt(0));
+    for (const index of [1, 2, 3, 4]) {
+      path.lineTo(...cornerAt(index));
+    }
     path.closePath();
   },
 };
-const MARKERS = {
-  s: { symbol: "square" }, D: { symbol: "square", rotate: 45 }, P: { symbol: "cross" }, X: { symbol: "cross", rotate: 45 },
-  "^": { symbol: "triangle" }, v: { symbol: "triangle", rotate: 180 }, "<": { symbol: "triangle", rotate: -90 }, ">": { symbol: "triangle", rotate: 90 },
-  "*": { symbol: "star" }, H: { symbol: "hexagon" }, p: { symbol: pentagon },
-};
-const filled = (look, r) => ({ ...MARKERS[look.marker], r, fill: look.color, stroke: "none" });
-const hollow = (look, r) => ({ ...MARKERS[look.marker], r, fill: "var(--back)", stroke: look.color, strokeWidth: 1.6 });
 
-// A legend's sample of a line. A page has the same one many times, so it is drawn once and copied.
-const samples = new Map();
-function sample(look) {
-  const key = JSON.stringify([look.color, look.dashes, look.marker]);
-  if (!samples.has(key)) {
-    const drawn = Plot.plot({
-      className: "sample", width: 34, height: 14, margin: 0, x: { domain: [0, 34], axis: null }, y: { domain: [0, 14], axis: null },
-      marks: [
-        look.dashes === null ? null : Plot.line([[1, 7], [33, 7]], { stroke: look.color, strokeWidth: 2, strokeLinecap: "butt", strokeDasharray: look.dashes || undefined }),
-        Plot.dot([[17, 7]], filled(look, 4)),
-      ],
-    });
-    drawn.setAttribute("aria-hidden", "true");
-    drawn.querySelector("style").remove();
-    samples.set(key, drawn);
-  }
-  return samples.get(key).cloneNode(true);
+/** Symbols of Plot by the names of markers in matplotlib; "o", a circle, is the default of Plot. */
+const MARKERS = {
+  s: { symbol: "square" },
+  D: { symbol: "square", rotate: 45 },
+  P: { symbol: "cross" },
+  X: { symbol: "cross", rotate: 45 },
+  "^": { symbol: "triangle" },
+  v: { symbol: "triangle", rotate: 180 },
+  "<": { symbol: "triangle", rotate: -90 },
+  ">": { symbol: "triangle", rotate: 90 },
+  "*": { symbol: "star" },
+  H: { symbol: "hexagon" },
+  p: { symbol: PENTAGON },
+};
+
+/** Options of Plot for a filled marker of a style with radius `r` in pixels. */
+function filledMarker(style, r) {
+  return { ...MARKERS[style.marker], r, fill: style.color, stroke: "none" };
 }
 
-const tip = {
-  box: null,
-  scrolled: 0,
+/** Options of Plot for a hollow marker of a style with radius `r` in pixels. */
+function hollowMarker(style, r) {
+  return { ...MARKERS[style.marker], r, fill: "var(--back)", stroke: style.color, strokeWidth: 1.6 };
+}
+
+const SAMPLE_WIDTH = 34;
+const SAMPLE_HEIGHT = 14;
+const lineSamples = new Map(); // drawn once for each style and copied, because a page has the same ones many times
+
+/** Create the sample of a line for a legend, as an SVG element. */
+function createLineSample(style) {
+  const key = JSON.stringify([style.color, style.dashes, style.marker]);
+  if (!lineSamples.has(key)) {
+    lineSamples.set(key, drawLineSample(style));
+  }
+  return lineSamples.get(key).cloneNode(true);
+}
+
+function drawLineSample(style) {
+  const middle = SAMPLE_HEIGHT / 2;
+  const ends = [
+    [1, middle],
+    [SAMPLE_WIDTH - 1, middle],
+  ];
+  const lineOptions = {
+    stroke: style.color,
+    strokeWidth: 2,
+    strokeLinecap: "butt",
+    strokeDasharray: style.dashes || undefined,
+  };
+  const sample = Plot.plot({
+    className: "sample",
+    width: SAMPLE_WIDTH,
+    height: SAMPLE_HEIGHT,
+    margin: 0,
+    x: { domain: [0, SAMPLE_WIDTH], axis: null },
+    y: { domain: [0, SAMPLE_HEIGHT], axis: null },
+    marks: [
+      style.dashes === null ? null : Plot.line(ends, lineOptions),
+      Plot.dot([[SAMPLE_WIDTH / 2, middle]], filledMarker(style, 4)),
+    ],
+  });
+  sample.setAttribute("aria-hidden", "true");
+  sample.querySelector("style").remove();
+  return sample;
+}
+
+// Tooltips
+
+/** The tooltip of all charts. */
+const tooltip = {
+  element: null,
+  scrollY: 0, // scroll position of the page at which it was shown
+
+  /**
+   * Show the tooltip next to a point.
+   *
+   * @param {number} x - Pixels from the left edge of the window.
+   * @param {number} y - Pixels from the top edge of the window.
+   * @param {string} title
+   * @param {TooltipRow[]} rows
+   */
   show(x, y, title, rows) {
-    this.box ??= document.body.appendChild(html("div", { id: "tip", role: "status" }));
-    const lines = rows.map(([color, name, value]) =>
-      html("div", null, color ? html("i", { style: `background:${color}` }) : null, html("span", null, name), html("span", null, value)));
-    this.box.replaceChildren(html("b", null, title), ...lines);
-    this.box.hidden = false;
-    this.scrolled = window.scrollY;
-    const { width, height } = this.box.getBoundingClientRect();
-    const right = document.documentElement.clientWidth;
-    this.box.style.left = `${Math.max(4, x + 14 + width > right - 4 ? Math.min(x - width - 14, right - width - 4) : x + 14)}px`;
-    this.box.style.top = `${Math.max(4, y + height + 20 > window.innerHeight ? y - height - 12 : y + 16)}px`;
+    this.element ??= document.body.appendChild(createElement("div", { id: "tip", role: "status" }));
+    const rowElements = rows.map(([color, name, value]) => {
+      const dot = color ? createElement("i", { style: `background:${color}` }) : null;
+      return createElement("div", null, dot, createElement("span", null, name), createElement("span", null, value));
+    });
+    this.element.replaceChildren(createElement("b", null, title), ...rowElements);
+    this.element.hidden = false;
+    this.scrollY = window.scrollY;
+
+    const { width, height } = this.element.getBoundingClientRect();
+    const windowWidth = document.documentElement.clientWidth;
+    let left = x + 14;
+    if (left + width > windowWidth - 4) {
+      left = Math.min(x - width - 14, windowWidth - width - 4);
+    }
+    const fitsBelow = y + height + 20 <= window.innerHeight;
+    const top = fitsBelow ? y + 16 : y - height - 12;
+    this.element.style.left = `${Math.max(4, left)}px`;
+    this.element.style.top = `${Math.max(4, top)}px`;
   },
+
   hide() {
-    if (this.box) this.box.hidden = true;
+    if (this.element) {
+      this.element.hidden = true;
+    }
   },
 };
-window.addEventListener("scroll", () => window.scrollY !== tip.scrolled && tip.hide(), { passive: true });
-// After a tap the tooltip remains until the next tap beside the chart.
-window.addEventListener("pointerdown", (event) => event.target.closest?.("svg.chart") || tip.hide());
 
-// A plot with its text for screen readers. Its mark with the class "guide" follows the pointer, by a pointer transform of
-// Plot; `read` returns the title and the rows [color, name, value] of the tooltip at its datum. The arrow keys move the
-// pointer along its stops, which `findStops` returns as positions [x, y] in the SVG, given the scales of the plot.
-function chart(options, alt, read, findStops) {
-  const root = Plot.plot({ className: "chart", ariaLabel: alt, ...options, style: { fontSize: "12px", color: "var(--soft)", ...options.style } });
-  root.setAttribute("role", "img");
+function hideTooltipAfterScroll() {
+  if (window.scrollY !== tooltip.scrollY) {
+    tooltip.hide();
+  }
+}
+
+/** After a tap the tooltip remains until the next tap outside of the charts. */
+function hideTooltipOutsideCharts(event) {
+  if (!event.target.closest?.("svg.chart")) {
+    tooltip.hide();
+  }
+}
+
+window.addEventListener("scroll", hideTooltipAfterScroll, { passive: true });
+window.addEventListener("pointerdown", hideTooltipOutsideCharts);
+
+// Charts
+
+/**
+ * Create a chart with a text for screen readers and with a tooltip.
+ *
+ * @param {Object} options - Options of `Plot.plot`. A mark with the class "guide" follows the pointer, by a pointer
+ *   transform of Plot.
+ * @param {string} description - Text for screen readers.
+ * @param {function(Object): [title: string, rows: TooltipRow[]]} describeDatum - Returns the tooltip of the datum at
+ *   the guide.
+ * @param {function(function(string): Object): [x: number, y: number][]} findStops - Receives a function that returns
+ *   a scale of the plot by its name, and returns the positions in the SVG to which the arrow keys move the pointer.
+ * @returns {SVGElement}
+ */
+function createChart(options, description, describeDatum, findStops) {
+  const style = { fontSize: "12px", color: "var(--soft)", ...options.style };
+  const chart = Plot.plot({ className: "chart", ariaLabel: description, ...options, style });
+  chart.setAttribute("role", "img");
   // An image has one text; Plot's texts of its parts, which have no role, become data-part.
-  for (const part of root.querySelectorAll("[aria-label]")) {
+  for (const part of chart.querySelectorAll("[aria-label]")) {
     part.dataset.part = part.getAttribute("aria-label");
     part.removeAttribute("aria-label");
   }
-  root.setAttribute("tabindex", "0");
-  root.style.maxWidth = `${options.width}px`;
-  let at = [0, 0];
-  const show = () => (root.value ? tip.show(...at, ...read(root.value)) : tip.hide());
-  root.addEventListener("pointermove", (event) => {
-    at = [event.clientX, event.clientY];
-    show();
-  });
-  root.addEventListener("input", show);
-  // A click would fix Plot's pointer, and so the tooltip.
-  root.addEventListener("pointerdown", (event) => event.stopImmediatePropagation(), { capture: true });
+  chart.setAttribute("tabindex", "0");
+  chart.style.maxWidth = `${options.width}px`;
+  const leave = addTooltip(chart, describeDatum);
+  addArrowKeys(
+    chart,
+    findStops((name) => chart.scale(name)),
+    leave,
+  );
+  return chart;
+}
+
+/**
+ * Show a tooltip at the datum of the pointer.
+ *
+ * @returns {function()} Hides tooltip and guide, as if the pointer left the chart.
+ */
+function addTooltip(chart, describeDatum) {
+  let pointerPosition = [0, 0];
+  const update = () => {
+    if (chart.value) {
+      tooltip.show(...pointerPosition, ...describeDatum(chart.value));
+    } else {
+      tooltip.hide();
+    }
+  };
   const leave = () => {
-    root.dispatchEvent(new PointerEvent("pointerleave", { pointerType: "mouse" }));
-    tip.hide();
+    chart.dispatchEvent(new PointerEvent("pointerleave", { pointerType: "mouse" }));
+    tooltip.hide();
   };
-  root.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && tip.hide());
-  root.addEventListener("blur", leave);
-  let stop = -1;
-  const stops = findStops((name) => root.scale(name));
-  root.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") leave();
-    const by = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
-    if (!by || !stops.length) return;
-    event.preventDefault();
-    stop = Math.min(stops.length - 1, Math.max(0, stop + by));
-    const [x, y] = stops[stop];
-    const { x: clientX, y: clientY } = new DOMPoint(x, y).matrixTransform(root.getScreenCTM());
-    root.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY, pointerType: "mouse" }));
+  chart.addEventListener("pointermove", (event) => {
+    pointerPosition = [event.clientX, event.clientY];
+    update();
   });
-  return root;
+  chart.addEventListener("input", update); // Plot has set chart.value
+  // A click would fix Plot's pointer, and so the tooltip.
+  chart.addEventListener("pointerdown", (event) => event.stopImmediatePropagation(), { capture: true });
+  chart.addEventListener("pointerleave", (event) => {
+    if (event.pointerType === "mouse") {
+      tooltip.hide();
+    }
+  });
+  chart.addEventListener("blur", leave);
+  return leave;
 }
 
-// The values of the colors that pages define, in the light page: programs other than browsers know no variables.
-const PRINTED = {
-  "var(--back)": "#fff", "var(--ink)": "#1d1f23", "var(--soft)": "#595f69", "var(--grid)": "#e6e8ec", "var(--line)": "#8b919b",
-  "var(--cell)": "#00568a", "var(--cell-ink)": "#000", "var(--link)": "#0072b2", currentColor: "#595f69",
+/** Let the arrow keys move the pointer from stop to stop, and Escape take it away. */
+function addArrowKeys(chart, stops, leave) {
+  const steps = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 };
+  let current = -1;
+  chart.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") {
+      leave();
+    }
+    const step = steps[event.key];
+    if (!step || !stops.length) {
+      return;
+    }
+    event.preventDefault();
+    current = Math.min(stops.length - 1, Math.max(0, current + step));
+    const point = new DOMPoint(...stops[current]).matrixTransform(chart.getScreenCTM());
+    const position = { clientX: point.x, clientY: point.y, pointerType: "mouse" };
+    chart.dispatchEvent(new PointerEvent("pointermove", position));
+  });
+}
+
+// Files of figures
+
+/** Values of the colors of the light page: programs other than browsers do not know variables. */
+const PRINT_COLORS = {
+  "var(--back)": "#fff",
+  "var(--ink)": "#1d1f23",
+  "var(--soft)": "#595f69",
+  "var(--grid)": "#e6e8ec",
+  "var(--line)": "#8b919b",
+  "var(--cell)": "#00568a",
+  "var(--cell-ink)": "#000",
+  "var(--link)": "#0072b2",
+  currentColor: "#595f69",
 };
 
-const svg = (name, attributes) => {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
-};
-
-// A standalone SVG of a chart in the colors of the light page, with the names of its lines below.
-function standalone(picture, looks, title) {
+/**
+ * Format a chart as a standalone SVG file, with the names of its lines below it.
+ *
+ * @param {SVGElement} picture - The chart.
+ * @param {LineStyle[]} styles - Styles of its lines.
+ * @param {string} title
+ * @returns {string}
+ */
+function formatSvg(picture, styles, title) {
   const copy = picture.cloneNode(true);
-  copy.querySelectorAll(".guide").forEach((each) => each.remove());
-  const [, , width, height] = picture.getAttribute("viewBox").split(" ").map(Number);
-  let [x, y] = [0, height + 4];
-  for (const look of looks) {
-    const room = 50 + 7 * look.title.length;
-    if (x && x + room > width) [x, y] = [0, y + 20];
-    const line = sample(look);
-    for (const [name, value] of [["x", x], ["y", y]]) line.setAttribute(name, value);
-    const name = svg("text", { x: x + 38, y: y + 7, dy: "0.32em", "text-anchor": "start" });
-    name.textContent = look.title;
-    copy.append(line, name);
-    x += room;
+  for (const guide of copy.querySelectorAll(".guide")) {
+    guide.remove();
   }
-  const tall = looks.length ? y + 22 : height;
-  for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${tall}`, width, height: tall })) copy.setAttribute(name, value);
-  for (const name of ["tabindex", "role"]) copy.removeAttribute(name);
-  const heading = svg("title", {});
-  heading.textContent = title;
-  copy.prepend(heading, svg("rect", { width, height: tall, fill: "#fff" }));
-  return Object.entries(PRINTED).reduce((text, [from, to]) => text.replaceAll(from, to), new XMLSerializer().serializeToString(copy));
+  const [, , width, height] = picture.getAttribute("viewBox").split(" ").map(Number);
+  const totalHeight = height + appendLegend(copy, styles, width, height);
+  const attributes = { viewBox: `0 0 ${width} ${totalHeight}`, width, height: totalHeight };
+  for (const [name, value] of Object.entries(attributes)) {
+    copy.setAttribute(name, value);
+  }
+  for (const name of ["tabindex", "role"]) {
+    copy.removeAttribute(name);
+  }
+  const titleElement = createSvgElement("title", {});
+  titleElement.textContent = title;
+  copy.prepend(titleElement, createSvgElement("rect", { width, height: totalHeight, fill: "#fff" }));
+  let text = new XMLSerializer().serializeToString(copy);
+  for (const [name, color] of Object.entries(PRINT_COLORS)) {
+    text = text.replaceAll(name, color);
+  }
+  return text;
 }
 
-// Rows as CSV; a spreadsheet would compute texts that begin like a formula, so these get an apostrophe.
-function toCsv(rows) {
-  const field = (value) => {
-    if (typeof value === "number") return String(value);
-    const text = /^[=+\-@\t\r]/.test(value ?? "") ? `'${value}` : String(value ?? "");
-    return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+/**
+ * Append the names of lines to an SVG, in as many rows as they need.
+ *
+ * @returns {number} Height of the legend in pixels.
+ */
+function appendLegend(picture, styles, width, top) {
+  if (!styles.length) {
+    return 0;
+  }
+  const rowHeight = 20;
+  let x = 0;
+  let y = top + 4;
+  for (const style of styles) {
+    const entryWidth = 50 + 7 * style.title.length; // letters are about 7 pixels wide
+    if (x && x + entryWidth > width) {
+      x = 0;
+      y += rowHeight;
+    }
+    const sample = createLineSample(style);
+    sample.setAttribute("x", x);
+    sample.setAttribute("y", y);
+    const position = { x: x + 38, y: y + 7, dy: "0.32em", "text-anchor": "start" };
+    const name = createSvgElement("text", position);
+    name.textContent = style.title;
+    picture.append(sample, name);
+    x += entryWidth;
+  }
+  return y + 22 - top;
+}
+
+/** Format rows as CSV. Texts that a spreadsheet would read as a formula get an apostrophe. */
+function formatCsv(rows) {
+  const formatField = (value) => {
+    if (typeof value === "number") {
+      return String(value);
+    }
+    const text = String(value ?? "");
+    const escaped = /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
+    return /[",\n\r]/.test(escaped) ? `"${escaped.replaceAll('"', '""')}"` : escaped;
   };
-  return rows.map((row) => row.map(field).join(",") + "\n").join("");
+  return rows.map((row) => `${row.map(formatField).join(",")}\n`).join("");
 }
 
-function save(name, type, text) {
-  const link = html("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+function saveFile(name, mediaType, text) {
+  const url = URL.createObjectURL(new Blob([text], { type: mediaType }));
+  createElement("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), URL_LIFETIME_MS);
 }
 
-// Buttons that save a figure: `find` returns {title, picture, looks, rows} of the figure as it is drawn.
-function saveButtons(find) {
-  const kinds = {
-    SVG: ({ picture, looks, title }) => ["image/svg+xml", standalone(picture, looks, title)],
-    CSV: ({ rows }) => ["text/csv", toCsv(rows)],
+/**
+ * Create the buttons that save a figure.
+ *
+ * @param {string} title - Title of the figure, for screen readers.
+ * @param {function(): {title: string, picture: SVGElement, styles: LineStyle[], rows: Array[]}} describeFigure -
+ *   Returns the figure as it is drawn, and its numbers as rows of a table.
+ * @returns {HTMLElement}
+ */
+function createSaveButtons(title, describeFigure) {
+  const formats = {
+    SVG: { mediaType: "image/svg+xml", format: (figure) => formatSvg(figure.picture, figure.styles, figure.title) },
+    CSV: { mediaType: "text/csv", format: (figure) => formatCsv(figure.rows) },
   };
-  return html("span", { class: "saves" }, Object.entries(kinds).map(([kind, write]) => {
-    const button = html("button", { type: "button", "aria-label": `Save as ${kind}: ${find().title}`, "data-save": kind }, kind);
+  const buttons = Object.entries(formats).map(([name, { mediaType, format }]) => {
+    const attributes = { type: "button", "aria-label": `Save as ${name}: ${title}`, "data-save": name };
+    const button = createElement("button", attributes, name);
     button.addEventListener("click", () => {
-      const found = find();
-      const file = found.title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "");
-      save(`${file}.${kind.toLowerCase()}`, ...write(found));
+      const figure = describeFigure();
+      const fileName = figure.title
+        .toLowerCase()
+        .replace(/[^a-z0-9]+/g, "-")
+        .replace(/^-|-$/g, "");
+      saveFile(`${fileName}.${name.toLowerCase()}`, mediaType, format(figure));
     });
     return button;
-  }));
+  });
+  return createElement("span", { class: "save-buttons" }, buttons);
 }
 
-// The numbers of lines, a row a point.
-const lineRows = (lines, x) => [["line", x, "mean", "low", "high"], ...lines.flatMap((line) => line.x.map((at, n) => [line.look.title, at, line.mean[n], line.low[n], line.high[n]]))];
+/** List the points of lines as rows of a table with a heading. */
+function createLineRows(lines, xName) {
+  const rows = [["line", xName, "mean", "low", "high"]];
+  for (const { style, x, mean, low, high } of lines) {
+    x.forEach((value, index) => rows.push([style.title, value, mean[index], low[index], high[index]]));
+  }
+  return rows;
+}

@@ -44,10 +44,10 @@ const charts = [];
 // A chart in its place: `draw` gets the width and is called whenever width or choice change. `found` returns the title,
 // the line styles and the numbers (rows of CSV) of what is drawn now.
 function place(host, caption, stamp, draw, found, wide) {
-  const plot = html("div", { class: "plot" });
-  const buttons = saveButtons(() => ({ picture: plot.querySelector("svg[role=img]"), ...found() }));
-  const said = html("figcaption", null, caption, stamp ? html("span", { class: "stamp" }, stamp) : null, buttons);
-  host.append(html("figure", wide ? { class: "wide" } : null, said, plot));
+  const plot = createElement("div", { class: "plot" });
+  const buttons = createSaveButtons(found().title, () => ({ picture: plot.querySelector("svg[role=img]"), ...found() }));
+  const said = createElement("figcaption", null, caption, stamp ? createElement("span", { class: "stamp" }, stamp) : null, buttons);
+  host.append(createElement("figure", wide ? { class: "wide" } : null, said, plot));
   let drawn = 0;
   const redraw = (always) => {
     const width = Math.floor(plot.clientWidth);
@@ -64,8 +64,8 @@ function place(host, caption, stamp, draw, found, wide) {
 }
 
 function choice(label, names, act) {
-  const options = names.map((name, n) => html("option", { value: n }, name));
-  const select = html("select", { "aria-label": label }, options);
+  const options = names.map((name, n) => createElement("option", { value: n }, name));
+  const select = createElement("select", { "aria-label": label }, options);
   select.addEventListener("change", () => act(Number(select.value)));
   return select;
 }
@@ -78,11 +78,11 @@ function legends(styles, lines) {
   const press = (line) => {
     hidden.has(line) ? hidden.delete(line) : hidden.add(line);
     for (const [button, of] of buttons) button.setAttribute("aria-pressed", String(!hidden.has(of)));
-    tip.hide();
+    tooltip.hide();
     watchers.forEach((redraw) => redraw());
   };
-  const make = () => html("div", { class: "legend", role: "group", "aria-label": "Lines; press to hide or show" }, lines.map((line) => {
-    const button = html("button", { type: "button", "aria-pressed": String(!hidden.has(line)), "data-line": line }, sample(styles[line]), styles[line].title);
+  const make = () => createElement("div", { class: "legend", role: "group", "aria-label": "Lines; press to hide or show" }, lines.map((line) => {
+    const button = createElement("button", { type: "button", "aria-pressed": String(!hidden.has(line)), "data-line": line }, createLineSample(styles[line]), styles[line].title);
     button.addEventListener("click", () => press(line));
     buttons.push([button, line]);
     return button;
@@ -117,24 +117,24 @@ function setUpChart(host, name, study, group, visible) {
   if (name === "prior" || name === "confusion") return chosen(host, name, study, group, holders);
   if (name === "against") return against(host, study, group, visible);
   if (name === "per_class") {
-    const sets = () => visible().filter((line) => line.per_class).map((line) => ({ look: study.styles[line.line], ...line.per_class }));
+    const sets = () => visible().filter((line) => line.per_class).map((line) => ({ style: study.styles[line.line], ...line.per_class }));
     const draw = (width) => classChart(width, { sets: sets(), classes: group.classes, title, yLabel: "class", full: true });
-    const found = () => ({ title, looks: sets().map((set) => set.look), rows: classRows(sets(), group.classes) });
+    const found = () => ({ title, styles: sets().map((set) => set.style), rows: classRows(sets(), group.classes) });
     return place(host, title, study.scale, draw, found, group.classes.length * group.lines.length > 60);
   }
   if (name === "clients") {
-    const sets = holders.map((line) => ({ look: study.styles[line.line], ...line.clients }));
-    const rows = [["line", "client", "accuracy"], ...sets.flatMap(({ look, each, mean, deviation, worst }) => [...each.map(([client, share]) => [look.title, client, share]), [look.title, "mean", mean], [look.title, "standard deviation", deviation], [look.title, "worst tenth", worst]])];
-    return place(host, title, study.scale, (width) => clientChart(width, { sets, title }), () => ({ title, looks: [], rows }), true);
+    const sets = holders.map((line) => ({ style: study.styles[line.line], ...line.clients }));
+    const rows = [["line", "client", "accuracy"], ...sets.flatMap(({ style, each, mean, deviation, worst }) => [...each.map(([client, share]) => [style.title, client, share]), [style.title, "mean", mean], [style.title, "standard deviation", deviation], [style.title, "worst tenth", worst]])];
+    return place(host, title, study.scale, (width) => clientChart(width, { sets, title }), () => ({ title, styles: [], rows }), true);
   }
   const percent = PERCENT.has(name);
-  const lines = () => visible().filter((line) => line.series[name]).map((line) => ({ look: study.styles[line.line], seeds: line.seeds, ...line.series[name] }));
+  const lines = () => visible().filter((line) => line.series[name]).map((line) => ({ style: study.styles[line.line], seeds: line.seeds, ...line.series[name] }));
   const least = name === "reward" ? -Infinity : 0;
   const draw = (width) => lineChart(width, { lines: lines(), title, xLabel: "round", percent, least, most: least ? Infinity : 1, whole: true });
-  return place(host, title, study.scale, draw, () => ({ title, looks: lines().map((line) => line.look), rows: lineRows(lines(), "round") }));
+  return place(host, title, study.scale, draw, () => ({ title, styles: lines().map((line) => line.style), rows: createLineRows(lines(), "round") }));
 }
 
-const classRows = (sets, classes) => [["line", "class", "mean", "low", "high"], ...sets.flatMap((set) => set.mean.map((share, n) => [set.look.title, classes[n], share, set.low?.[n], set.high?.[n]]))];
+const classRows = (sets, classes) => [["line", "class", "mean", "low", "high"], ...sets.flatMap((set) => set.mean.map((share, n) => [set.style.title, classes[n], share, set.low?.[n], set.high?.[n]]))];
 
 // Accuracy against what was spent; the axis is chosen above the chart.
 function against(host, study, group, visible) {
@@ -147,10 +147,10 @@ function against(host, study, group, visible) {
   select.value = String(axes.indexOf(axis));
   select.dataset.choose = "axis";
   const at = (line) => (axis === "round" ? line.series.accuracy.x : line.against[axis]);
-  const lines = () => visible().filter((line) => line.series.accuracy && at(line)).map((line) => ({ look: study.styles[line.line], seeds: line.seeds, ...line.series.accuracy, x: at(line) }));
+  const lines = () => visible().filter((line) => line.series.accuracy && at(line)).map((line) => ({ style: study.styles[line.line], seeds: line.seeds, ...line.series.accuracy, x: at(line) }));
   const draw = (width) => lineChart(width, { lines: lines(), title: TITLES.against, xLabel: AXES[axis], percent: true, whole: axis !== "seconds" && axis !== "megabytes" });
-  const caption = html("span", null, `${TITLES.against}, against `, select);
-  const found = () => ({ title: TITLES.against, looks: lines().map((line) => line.look), rows: lineRows(lines(), AXES[axis]) });
+  const caption = createElement("span", null, `${TITLES.against}, against `, select);
+  const found = () => ({ title: TITLES.against, styles: lines().map((line) => line.style), rows: createLineRows(lines(), AXES[axis]) });
   const redraw = place(host, caption, study.scale, draw, found, true);
   return redraw;
 }
@@ -166,7 +166,7 @@ function chosen(host, name, study, group, holders) {
   });
   select.value = String(current);
   select.dataset.choose = name;
-  const label = html("span", { class: "chosen", "data-chosen": titles[current] }, `${TITLES[name]}: `, select);
+  const label = createElement("span", { class: "chosen", "data-chosen": titles[current] }, `${TITLES[name]}: `, select);
   const draw = (width) => {
     const line = holders[current];
     const title = `${TITLES[name]}, ${titles[current]}`;
@@ -177,14 +177,14 @@ function chosen(host, name, study, group, holders) {
   const found = () => {
     const line = holders[current];
     const title = `${TITLES[name]}, ${titles[current]}`;
-    if (name === "prior") return { title, looks: priorSets(line.prior).map(({ look }) => ({ ...look, dashes: null })), rows: classRows(priorSets(line.prior), group.classes) };
-    return { title, looks: [], rows: confusionRows(line.confusion, group.classes) };
+    if (name === "prior") return { title, styles: priorSets(line.prior).map(({ style }) => ({ ...style, dashes: null })), rows: classRows(priorSets(line.prior), group.classes) };
+    return { title, styles: [], rows: confusionRows(line.confusion, group.classes) };
   };
   const redraw = place(host, label, study.scale, draw, found, name === "confusion");
   return () => undefined;
 }
 
-const priorSets = (shares) => SHARES.filter(([key]) => shares[key]).map(([key, look]) => ({ look, mean: shares[key] }));
+const priorSets = (shares) => SHARES.filter(([key]) => shares[key]).map(([key, style]) => ({ style, mean: shares[key] }));
 
 function confusionRows({ matrix, largest }, classes) {
   const head = ["true class", "predicted class", "images"];
@@ -194,9 +194,9 @@ function confusionRows({ matrix, largest }, classes) {
 
 function prior(width, shares, classes, title) {
   const sets = priorSets(shares);
-  const keys = sets.map(({ look }) => html("span", { class: "key" }, sample({ ...look, dashes: null }), look.title));
+  const keys = sets.map(({ style }) => createElement("span", { class: "key" }, createLineSample({ ...style, dashes: null }), style.title));
   const chart = classChart(width, { sets, classes, title, yLabel: "class" });
-  return html("div", null, html("div", { class: "keys" }, keys), chart);
+  return createElement("div", null, createElement("div", { class: "keys" }, keys), chart);
 }
 
 function setUpAlong(host, study) {
@@ -205,7 +205,7 @@ function setUpAlong(host, study) {
     const legend = legends(styles, panel.lines.map((line) => line.line));
     const title = `${study.measured}, %${panel.title ? `: ${panel.title}` : ""}`;
     const lines = () => panel.lines.filter((line) => !legend.hidden.has(line.line)).map((line) => ({
-      look: line,
+      style: line,
       seeds: line.points.some((point) => point.low < point.high) ? 2 : 1,
       dense: true,
       x: line.points.map((point) => point.x),
@@ -213,9 +213,9 @@ function setUpAlong(host, study) {
       published: line.published,
     }));
     const words = panel.lines.some((line) => line.published.length) ? " (hollow: published)" : "";
-    const cell = html("div", study.x.length === 1 ? { class: "wide" } : null, legend.make());
+    const cell = createElement("div", study.x.length === 1 ? { class: "wide" } : null, legend.make());
     host.append(cell);
-    const found = () => ({ title, looks: lines().map((line) => line.look), rows: lineRows(lines(), panel.label) });
+    const found = () => ({ title, styles: lines().map((line) => line.style), rows: createLineRows(lines(), panel.label) });
     legend.watch(place(cell, title + words, study.scale, (width) => lineChart(width, { lines: lines(), title, xLabel: panel.label, percent: true, exact: true }), found));
   }
 }
@@ -225,11 +225,11 @@ function setUpStudy(root, study) {
   splits.hidden = !study.splits.length;
   for (const split of study.splits) {
     const runs = `${split.runs} ${split.runs === 1 ? "run" : "runs"}`;
-    const words = html("span", null, split.title || "Clients and classes", " ", html("span", { class: "less" }, `(${runs})`));
+    const words = createElement("span", null, split.title || "Clients and classes", " ", createElement("span", { class: "less" }, `(${runs})`));
     const counts = (kind) => split[kind].flatMap((row, k) => row.map((count, c) => [kind, split.shown[k], split.classes[c], count]));
     const server = (split.server ?? []).map((count, c) => ["labeled", "server", split.classes[c], count]);
     const rows = [["kind", "client", "class", "images"], ...server, ...counts("labeled"), ...counts("unlabeled")];
-    const found = () => ({ title: split.title || "Clients and classes", looks: [], rows });
+    const found = () => ({ title: split.title || "Clients and classes", styles: [], rows });
     place(splits.querySelector("[data-splits-here]"), words, study.scale, (width) => bubbleChart(width, split), found, study.splits.length === 1);
   }
   const along = root.querySelector("[data-along]");
