@@ -408,3 +408,27 @@ ALLOWED = {
 def test_no_module_binds_banned_names():
     names = {name: banned_names(tree_of(name)) - ALLOWED.get(name, set()) for name in INSIDE}
     assert {name: found for name, found in names.items() if found} == {}
+
+
+SCRIPTS = [path for path in sorted(ROOT.rglob("web/*.js")) if path.name != "plot.js"]
+"""Scripts of the pages, without the bundled library."""
+
+
+def banned_script_names(text: str) -> set[str]:
+    """Return the banned names that a script binds: variables, parts of destructured values, functions and classes."""
+    names = re.findall(r"\b(?:const|let|function|class)\s+(\w+)", text)
+    for parts in re.findall(r"\b(?:const|let)\s+[\[{]([^=]*)[\]}]\s*=", text):
+        names += re.findall(r"\w+(?=\s*(?:[,}\]]|$))", parts)
+    return {name for name in names if name.lower() in BANNED}
+
+
+def test_banned_names_of_scripts_are_found_where_they_are_bound():
+    text = "const told = 1; let { x, y: seen } = z;\nfunction look(a) { const [kept, b] = a; return made; }"
+    assert banned_script_names(text) == {"told", "seen", "look", "kept"}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_have_short_lines_and_no_banned_names(path: Path):
+    text = path.read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if len(line) > 120] == []
+    assert banned_script_names(text) == set()

@@ -483,14 +483,14 @@ def test_lines_are_means_in_bands_over_seeds(study: Study) -> None:
     assert line["high"][1] == pytest.approx(line["low"][1] + 1, abs=1e-3)
     assert some["series"]["above"]["x"] == [4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert some["series"]["share_used"]["mean"][0] == 4
-    assert some["against"] == {
+    assert some["costs"] == {
         "steps": [10, 20, 30, 40, 50, 60],
         "forward": [400, 800, 1200, 1600, 2000, 2400],
         "megabytes": [3, 6, 9, 12, 15, 18],
         "seconds": [1, 2, 3, 4, 5, 6],
     }
     assert some["confusion"] == {"matrix": [[80, 20, 0], [0, 80, 20], [20, 0, 80]]}
-    assert sum(some["prior"]["accuracy"]) == pytest.approx(100, abs=0.01)
+    assert sum(some["class_shares"]["accuracy"]) == pytest.approx(100, abs=0.01)
     assert some["seeds"] == 2
 
 
@@ -498,7 +498,7 @@ def test_runs_of_older_versions_lack_only_some_charts(tmp_path: Path) -> None:
     write_run(tmp_path / "old", 1, 0, extras=False)
     (study,) = gather_studies([tmp_path / "old"])
     (line,) = series.column_charts(study, ())["lines"]
-    assert (line["confusion"], line["prior"]) == (None, None)
+    assert (line["confusion"], line["class_shares"]) == (None, None)
     assert "js_app_u" not in line["series"]
     assert series.column_charts(study, ())["classes"] == ["0", "1", "2"]
     assert [note.split(" (")[0] for note in list_missing(study)] == [
@@ -561,7 +561,7 @@ def test_a_different_split_is_drawn_once(tmp_path: Path, study: Study) -> None:
     assert first["unlabeled"][1] == [10, 20, 30]
     write_run(tmp_path / "many", 1, 0, split=make_split_summary(100, ["a", "b"], server=True))
     (split,) = series.split_charts(gather_studies([tmp_path / "many"])[0])
-    assert (len(split["shown"]), split["shown"][0], split["shown"][-1]) == (40, 0, 99)
+    assert (len(split["shown_clients"]), split["shown_clients"][0], split["shown_clients"][-1]) == (40, 0, 99)
     assert split["server"] == [1, 1]
     assert len(split["labeled"]) == 40
 
@@ -589,7 +589,7 @@ def test_accuracy_along_an_axis(tmp_path: Path) -> None:
     folder = write_line_sweep(tmp_path)
     study = read_sweep(folder / "sweep.json")
     (panel,) = series.line_charts(study, final_scores(study))
-    assert (panel["label"], panel["title"]) == ("dirichlet_alpha", "")
+    assert (panel["option"], panel["title"]) == ("dirichlet_alpha", "")
     assert [line["title"] for line in panel["lines"]] == [*METHODS.values()]
     line = panel["lines"][2]
     assert [point["x"] for point in line["points"]] == [0.1, 0.5, 1.0]

@@ -101,8 +101,8 @@ def test_charts_show_the_data(browser: Any, page: Path) -> None:
     assert count(browser, '[data-study="2"] .bubble.unlabeled circle') == 10 - 3
     assert count(browser, '[data-study="2"] table') == 0
     # Along gamma: a line a method, and three published points, each with its deviation.
-    assert count(browser, "[data-along] .line path") == 3
-    assert count(browser, "[data-along] .published > *") == 3
+    assert count(browser, "[data-option-charts] .line path") == 3
+    assert count(browser, "[data-option-charts] .published > *") == 3
     for image in browser.find_elements("css selector", "svg[role=img]"):
         assert len(image.get_attribute("aria-label")) > 20
 
@@ -164,8 +164,8 @@ def test_hovering_shows_values(browser: Any, page: Path) -> None:
     assert confusion.startswith(f"true: {ODD}")
     assert "predicted: " in confusion
     assert "client" in hover(browser, '[data-study="0"] [data-splits] svg[role=img]', 0.5, 0.3)
-    assert "dirichlet_alpha 1\n" in hover(browser, "[data-along] svg[role=img]", 0.98)
-    assert "FedDure, published\n62.00 ± 1.00" in hover(browser, "[data-along] svg[role=img]", 0.98)
+    assert "dirichlet_alpha 1\n" in hover(browser, "[data-option-charts] svg[role=img]", 0.98)
+    assert "FedDure, published\n62.00 ± 1.00" in hover(browser, "[data-option-charts] svg[role=img]", 0.98)
     browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": 2, "y": 2})
     settle(browser)
     assert count(browser, "#tip:not([hidden])") == 0

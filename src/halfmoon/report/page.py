@@ -18,11 +18,11 @@ CHARTS = {
     "regulators": ("auc_confidence", "auc_weight", "weights_mean", "weights_spread", "reward"),
     "classes": (
         *("js_app_u", "js_labeled", "local_js_app_u", "local_js_labeled", "global_js_app_u", "global_js_labeled"),
-        *("per_class", "prior"),
+        *("per_class", "class_shares"),
     ),
     "clients": ("clients",),
     "confusion": ("confusion",),
-    "costs": ("against",),
+    "costs": ("accuracy_by_cost",),
 }
 """Charts of a column, by section of the page, in their order."""
 
@@ -78,18 +78,19 @@ def _chart_data(study: Study) -> dict[str, Any]:
 
     Returns:
         "scale": the sentence on the scale of the study relative to its paper; "styles": color and dashes of each row;
-        "groups": the curves of each column; "splits": images of each client and class; "x": panels with an axis of the
-        study as x; "measured": name of the measure.
+        "rows_title": what the rows are, such as "method"; "groups": the curves of each column; "splits": images of each
+        client and class; "option_panels": panels with an option of the study as x; "measure": name of the measure.
     """
     # A study of kind "splits" has splits without training, so it has no curves.
     has_curves = study.sweep.kind != "splits"
     return {
         "scale": describe_scale(study.sweep.scale),
         "styles": series.row_styles(study),
+        "rows_title": study.sweep.rows,
         "groups": [series.column_charts(study, column) for column in study.columns] if has_curves else [],
         "splits": series.split_charts(study),
-        "x": series.line_charts(study, final_scores(study)),
-        "measured": study.measured,
+        "option_panels": series.line_charts(study, final_scores(study)),
+        "measure": study.measured,
     }
 
 

@@ -48,7 +48,7 @@ def column_charts(study: Study, column: Column) -> JsonDict:
 
     Returns:
         "title" of the column; "classes", their names; "lines": the charts of each row (usually a method) that has a run
-        folder, with "line", the number of the row, and "seeds"; "winner": the number of the best row.
+        folder, with "line_id", the number of the row, and "seeds"; "winner": the number of the best row.
     """
     lines: list[JsonDict] = []
     classes: list[str] = []
@@ -59,7 +59,7 @@ def column_charts(study: Study, column: Column) -> JsonDict:
         runs = [run for entry in (cell.runs if cell else []) if (run := study.run(entry)) is not None]
         if runs:
             line = _row_charts(table[table["row"] == value.name], runs)
-            lines.append({"line": number, "seeds": len(runs), **line})
+            lines.append({"line_id": number, "seeds": len(runs), **line})
             # All runs of a column have the classes of its data set.
             classes = classes or list_classes(runs)
     # The confusion matrix and the class shares of the winner are shown first.
@@ -81,8 +81,8 @@ def _row_charts(table: Any, runs: Sequence[StoredRun]) -> JsonDict:
         runs: the runs of this row in the column, one for each seed.
 
     Returns:
-        "series": curves by metric; "against": mean costs at the rounds of the accuracy curve, which can replace the
-        rounds as x; "per_class": accuracies; "prior": distributions of classes; "confusion": the matrix of counts;
+        "series": curves by metric; "costs": mean costs at the rounds of the accuracy curve, which can replace the
+        rounds as x; "per_class": accuracies; "class_shares": distributions of classes; "confusion": the matrix of counts;
         "clients": accuracy of each client.
     """
     # A row for each round and a column for each run. A mean over only some of the runs or rounds would mislead, so
@@ -105,11 +105,11 @@ def _row_charts(table: Any, runs: Sequence[StoredRun]) -> JsonDict:
     per_class = [(_last_value(run, "test") or {}).get("per_class") for run in runs]
     return {
         "series": series,
-        "against": costs,
+        "costs": costs,
         "per_class": _summarize_classes(
             [[share or 0.0 for share in shares] for shares in per_class if shares], len(runs)
         ),
-        "prior": _class_distributions(runs),
+        "class_shares": _class_distributions(runs),
         "confusion": _mean_confusion(runs),
         "clients": _client_accuracies(runs),
     }
@@ -171,8 +171,8 @@ def _client_accuracies(runs: Sequence[StoredRun]) -> JsonDict | None:
     """Collect the accuracy of the final model at each client, in percent, mean over seeds.
 
     Returns:
-        "each": [client, accuracy] of every client, the worst first; "mean", "deviation" and "worst" (mean of the lowest
-        tenth) over clients. None if a run did not measure it.
+        "accuracies": [client, accuracy] of every client, the worst first; "mean", "deviation" and "worst_tenth" (mean of
+        the lowest tenth) over clients. None if a run did not measure it.
     """
     summaries = [(run.summary or {}).get("client_accuracy") for run in runs]
     # A mean over only some of the runs would mislead.
@@ -183,9 +183,12 @@ def _client_accuracies(runs: Sequence[StoredRun]) -> JsonDict | None:
     for summary in measured:
         for client, share in summary.get("each", {}).items():
             by_client.setdefault(client, []).append(100 * share)
-    each = [[client, six_digits(sum(values) / len(values))] for client, values in by_client.items()]
-    means = {name: 100 * sum(s[name] for s in measured) / len(measured) for name in ("mean", "deviation", "worst")}
-    return {"each": sorted(each, key=itemgetter(1)), **{name: six_digits(value) for name, value in means.items()}}
+    accuracies = [[client, six_digits(sum(values) / len(values))] for client, values in by_client.items()]
+    # Names of the page, and of summary.json.
+    names = {"mean": "mean", "deviation": "deviation", "worst_tenth": "worst"}
+    means = {name: 100 * sum(s[key] for s in measured) / len(measured) for name, key in names.items()}
+    values = {name: six_digits(value) for name, value in means.items()}
+    return {"accuracies": sorted(accuracies, key=itemgetter(1)), **values}
 
 
 def list_classes(runs: Sequence[StoredRun]) -> list[str]:
@@ -278,7 +281,7 @@ def _split_chart(split: JsonDict, users: Sequence[SplitUser], title: str) -> Jso
         "classes": [str(name) for name in split["counts"]["classes"]],
         "totals": {"labeled": split["counts"]["labeled"], "unlabeled": split["counts"]["unlabeled"]},
         "clients": clients,
-        "shown": numbers,
+        "shown_clients": numbers,
         "server": server["labeled_classes"] if server else None,
         "labeled": [split["each"][k]["labeled_classes"] for k in numbers],
         "unlabeled": [split["each"][k]["unlabeled_classes"] for k in numbers],
@@ -323,11 +326,10 @@ def line_charts(study: Study, score: ScoreTable) -> list[JsonDict]:
     return [
         {
             "title": ", ".join(title),
-            "label": x,
-            "own": line_axis != rows,  # whether lines have styles of their own, other than those of the rows
+            "option": x,
             "lines": [
                 {
-                    "line": n,
+                    "line_id": n,
                     "title": study.axis(line_axis).title(name),
                     **style_to_json(style),
                     **{key: sorted(points, key=itemgetter("x")) for key, points in panel[name].items()},

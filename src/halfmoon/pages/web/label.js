@@ -434,15 +434,15 @@ function drawLearningCurve(points) {
     mean: valuesOf("accuracy"),
     low: valuesOf("low"),
     high: valuesOf("high"),
-    bars: true,
-    dense: true,
+    hasErrorBars: true,
+    marksAllPoints: true,
   };
   const chart = lineChart(Math.max(240, container.clientWidth), {
     lines: [line],
     title: "Percent correct in cross-validation",
     xLabel: "labels",
     percent: true,
-    exact: true,
+    hasTicksAtPoints: true,
     height: 150,
   });
   container.replaceChildren(chart);

@@ -361,15 +361,15 @@ export class ImageViewer {
   drawImage() {
     const { codes, pixels, width, height } = this.image;
     const table = this.computeBrightnessTable();
-    const drawn = new ImageData(width, height);
-    for (let index = 0; index < drawn.data.length; index += 4) {
+    const output = new ImageData(width, height);
+    for (let index = 0; index < output.data.length; index += 4) {
       for (let channel = 0; channel < 3; channel++) {
         const code = codes ? codes[index / 4] : pixels.data[index + channel];
-        drawn.data[index + channel] = table[code];
+        output.data[index + channel] = table[code];
       }
-      drawn.data[index + 3] = 255;
+      output.data[index + 3] = 255;
     }
-    this.canvas.getContext("2d").putImageData(drawn, 0, 0);
+    this.canvas.getContext("2d").putImageData(output, 0, 0);
     this.canvas.dataset.preset = this.controls.preset.value;
   }
 

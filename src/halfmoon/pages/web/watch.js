@@ -306,7 +306,7 @@ function renderChart({ quantity, title, percent }, lines, weight) {
   }
   figure.drawnVersion = version;
   tooltip.hide();
-  const chart = lineChart(width, { lines, title, xLabel: "round", percent, whole: true, most: Infinity });
+  const chart = lineChart(width, { lines, title, xLabel: "round", percent, hasIntegerX: true, highest: Infinity });
   figure.plot.replaceChildren(chart);
 }
 

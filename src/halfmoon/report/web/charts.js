@@ -1,275 +1,787 @@
 /* global Plot, computeAxisRange, createChart, filledMarker, formatNumber, hollowMarker, shortenName */
-// The kinds of charts, described as marks of Observable Plot. Each takes the width it has and returns an SVG.
+/**
+ * The kinds of charts, as marks of Observable Plot. Each function gets the available width and returns an SVG element.
+ *
+ * @typedef {Object} Line A line of `lineChart`: the mean of several seeds in a band from the smallest to the largest.
+ * @property {LineStyle} style
+ * @property {number} [seeds] - Number of seeds; a single one has no band.
+ * @property {number[]} x
+ * @property {number[]} mean
+ * @property {number[]} low
+ * @property {number[]} high
+ * @property {boolean} [hasErrorBars] - Whether `low` and `high` are drawn as bars.
+ * @property {boolean} [marksAllPoints] - Whether every point has a marker, and not only about seven.
+ * @property {{x: number, mean: number, deviation: ?number}[]} [published] - Results of the paper, as hollow markers.
+ *
+ * @typedef {Object} ClassValues Values of `classChart`, one for each class.
+ * @property {LineStyle} style
+ * @property {number[]} mean
+ * @property {number[]} [low]
+ * @property {number[]} [high]
+ */
 
-const HEIGHT = 290;
-const RULE = { stroke: "var(--grid)", strokeOpacity: 1 };
-// The label of an axis, at the lower edge of a margin.
-const below = (label, marginBottom) => ({ label, labelAnchor: "center", labelArrow: "none", labelOffset: marginBottom - 5 });
-const NUMBERS = { label: null, tickSize: 0, grid: false, ticks: 5 };
+const LINE_CHART_HEIGHT = 290;
+const BOTTOM_MARGIN = 40; // has the numbers and the label of the x axis
+const WIDE_BOTTOM_MARGIN = 44;
+const RIGHT_MARGIN = 14;
+const LETTER_WIDTH = 6.7; // mean width of a letter in pixels
+const NARROW_CHART_WIDTH = 420; // charts up to this width have fewer ticks
+const MIN_MATRIX_WIDTH = 330; // a narrower chart would cut the label below it
 
-// Room for the numbers of an axis at its left side.
-function leftMargin([low, high]) {
-  const digits = Math.max(0, Math.ceil(-Math.log10((high - low) / 5)));
-  const whole = high >= 10000 ? 4 : Math.max(formatNumber(low, 0).length, formatNumber(high, 0).length);
-  return 16 + 6.7 * (whole + (digits ? digits + 1 : 0));
+const GRID_LINE = { stroke: "var(--grid)", strokeOpacity: 1 };
+const NUMBER_AXIS = { label: null, tickSize: 0, grid: false, ticks: 5 };
+const GUIDE = { className: "guide", ariaHidden: "true" }; // `createChart` gets its tooltip from this mark
+const GUIDE_LINE = { ...GUIDE, stroke: "var(--line)", strokeDasharray: "2 3", maxRadius: Infinity };
+
+/** Options of Plot for the label of the x axis, at the lower edge of the bottom margin. */
+function labelBelow(label, marginBottom) {
+  return { label, labelAnchor: "center", labelArrow: "none", labelOffset: marginBottom - 5 };
 }
 
-const ticked = ([low, high]) => (Math.max(Math.abs(low), Math.abs(high)) >= 10000 ? (value) => formatNumber(value) : undefined);
+/** Compute the left margin that the numbers of a y axis need, in pixels. */
+function computeLeftMargin([low, high]) {
+  const decimals = Math.max(0, Math.ceil(-Math.log10((high - low) / 5)));
+  const integerLength = high >= 10000 ? 4 : Math.max(formatNumber(low, 0).length, formatNumber(high, 0).length);
+  const length = integerLength + (decimals ? decimals + 1 : 0);
+  return 16 + LETTER_WIDTH * length;
+}
 
-// Lines over a number: lines of {style, x, mean, low, high}, or {style, points, published} along an axis of the study.
-function lineChart(width, spec) {
-  const { lines, title, xLabel, percent, height = HEIGHT } = spec;
-  const dots = lines.flatMap((line) => line.published ?? []);
-  const places = [...new Set([...lines.flatMap((line) => line.x), ...dots.map((dot) => dot.x)])].sort((a, b) => a - b);
-  const spread = dots.flatMap((dot) => [dot.mean - (dot.deviation ?? 0), dot.mean + (dot.deviation ?? 0)]);
-  const ys = [...lines.flatMap((line) => [...line.low, ...line.high]), ...spread].filter(Number.isFinite);
-  const yRange = ys.length ? computeAxisRange(ys, percent ? 4 : 0.02, spec.least ?? 0, percent ? 100 : spec.most ?? 1) : [0, 1];
-  let xRange = places.length ? [places[0], places.at(-1)] : [0, 1];
-  if (xRange[0] === xRange[1]) xRange = [xRange[0] - 1, xRange[1] + 1];
-  const margin = spec.exact ? 0.03 * (xRange[1] - xRange[0]) : 0;
-  xRange = [xRange[0] - margin, xRange[1] + margin];
-  const most = width > 420 ? 7 : 4;
-  const few = spec.exact && places.length <= most + 3 && places.length > 1;
-  const xTicks = few ? places : spec.whole ? Math.max(1, Math.min(most, Math.floor(xRange[1] - xRange[0]))) : most;
-  const ends = lines.filter((line) => line.mean.length).map((line) => `${line.style.title} ends at ${formatNumber(line.mean.at(-1))}`);
-  const reach = (places.at(-1) - places[0]) / 40;
-  return createChart({
-    width, height, marginLeft: leftMargin(yRange), marginRight: 14, marginTop: 8, marginBottom: 40,
-    x: { type: "linear", domain: xRange, ...below(xLabel, 40), ticks: xTicks, tickFormat: few ? (value) => (Math.abs(value) < 10000 ? String(value) : formatNumber(value)) : ticked(xRange) },
-    y: { type: "linear", domain: yRange, ...NUMBERS, ticks: spec.height ? 3 : 5, tickFormat: ticked(yRange) },
+/** Choose the format of an axis' numbers: compact for large ones, otherwise the default of Plot. */
+function chooseTickFormat([low, high]) {
+  return Math.max(Math.abs(low), Math.abs(high)) >= 10000 ? (value) => formatNumber(value) : undefined;
+}
+
+const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
+const indicesOf = (items) => items.map((_, index) => index);
+
+// Lines
+
+/**
+ * Draw lines over a number.
+ *
+ * @param {number} width - In pixels.
+ * @param {Object} options
+ * @param {Line[]} options.lines
+ * @param {string} options.title
+ * @param {string} options.xLabel
+ * @param {boolean} [options.percent] - Whether y is in percent.
+ * @param {number} [options.lowest] - Lower limit of the y axis.
+ * @param {number} [options.highest] - Upper limit of the y axis, if it is not in percent.
+ * @param {boolean} [options.hasIntegerX] - Whether x has whole numbers, which then have the ticks.
+ * @param {boolean} [options.hasTicksAtPoints] - Whether the ticks of x are at the points, if these are few.
+ * @param {number} [options.height] - In pixels; if it is given, the chart is low and has fewer ticks.
+ * @returns {SVGElement}
+ */
+function lineChart(width, options) {
+  const { lines, title, xLabel, height = LINE_CHART_HEIGHT } = options;
+  const published = lines.flatMap((line) => line.published ?? []);
+  const xValues = [...new Set([...lines.flatMap((line) => line.x), ...published.map((point) => point.x)])];
+  xValues.sort((a, b) => a - b);
+  const xRange = computeXRange(xValues, options);
+  const yRange = computeYRange(lines, published, options);
+  const yTicks = options.height ? 3 : 5;
+  const endTexts = lines
+    .filter((line) => line.mean.length)
+    .map((line) => `${line.style.title} ends at ${formatNumber(line.mean.at(-1))}`);
+  // The tooltip shows the points of lines within this distance from the guide.
+  const reach = (xValues.at(-1) - xValues[0]) / 40;
+  const plotOptions = {
+    width,
+    height,
+    marginLeft: computeLeftMargin(yRange),
+    marginRight: RIGHT_MARGIN,
+    marginTop: 8,
+    marginBottom: BOTTOM_MARGIN,
+    x: {
+      type: "linear",
+      domain: xRange,
+      ...labelBelow(xLabel, BOTTOM_MARGIN),
+      ...chooseXTicks(width, xValues, xRange, options),
+    },
+    y: { type: "linear", domain: yRange, ...NUMBER_AXIS, ticks: yTicks, tickFormat: chooseTickFormat(yRange) },
     marks: [
-      Plot.gridY({ ...RULE, ticks: spec.height ? 3 : 5 }),
+      Plot.gridY({ ...GRID_LINE, ticks: yTicks }),
       Plot.ruleY([yRange[0]], { stroke: "var(--line)" }),
-      lines.map((line, n) => lineMarks(line, n, lines.length)),
-      Plot.ruleX(places.map((x) => ({ x })), Plot.pointerX({ className: "guide", ariaHidden: "true", x: "x", stroke: "var(--line)", strokeDasharray: "2 3", maxRadius: Infinity })),
+      lines.map((line, index) => createLineMarks(line, index, lines.length)),
+      Plot.ruleX(
+        xValues.map((x) => ({ x })),
+        Plot.pointerX({ ...GUIDE_LINE, x: "x" }),
+      ),
     ],
-  }, `${title}, against ${xLabel}: ${ends.join("; ") || "no line is shown"}.`, ({ x }) => [
-    `${xLabel} ${formatNumber(x)}`, lines.flatMap((line) => valuesAt(line, x, reach)).sort((a, b) => b[3] - a[3]),
-  ], (scale) => places.map((x) => [scale("x").apply(x), height / 3]));
+  };
+  return createChart(
+    plotOptions,
+    `${title}, against ${xLabel}: ${endTexts.join("; ") || "no line is shown"}.`,
+    ({ x }) => [`${xLabel} ${formatNumber(x)}`, listTooltipRows(lines, x, reach)],
+    (getScale) => xValues.map((x) => [getScale("x").apply(x), height / 3]),
+  );
 }
 
-function lineMarks(line, number, count) {
+function computeXRange(xValues, { hasTicksAtPoints }) {
+  let [low, high] = xValues.length ? [xValues[0], xValues.at(-1)] : [0, 1];
+  if (low === high) {
+    low -= 1;
+    high += 1;
+  }
+  const margin = hasTicksAtPoints ? 0.03 * (high - low) : 0;
+  return [low - margin, high + margin];
+}
+
+function computeYRange(lines, published, { percent, lowest = 0, highest = 1 }) {
+  const publishedEnds = published.flatMap(({ mean, deviation }) => [mean - (deviation ?? 0), mean + (deviation ?? 0)]);
+  const values = [...lines.flatMap((line) => [...line.low, ...line.high]), ...publishedEnds].filter(Number.isFinite);
+  if (!values.length) {
+    return [0, 1];
+  }
+  return computeAxisRange(values, percent ? 4 : 0.02, lowest, percent ? 100 : highest);
+}
+
+/** Choose ticks and tick format of the x axis: at the points if they are few, otherwise as Plot does. */
+function chooseXTicks(width, xValues, xRange, { hasTicksAtPoints, hasIntegerX }) {
+  const maxTicks = width > NARROW_CHART_WIDTH ? 7 : 4;
+  if (hasTicksAtPoints && xValues.length > 1 && xValues.length <= maxTicks + 3) {
+    const tickFormat = (value) => (Math.abs(value) < 10000 ? String(value) : formatNumber(value));
+    return { ticks: xValues, tickFormat };
+  }
+  const span = Math.floor(xRange[1] - xRange[0]);
+  const ticks = hasIntegerX ? Math.max(1, Math.min(maxTicks, span)) : maxTicks;
+  return { ticks, tickFormat: chooseTickFormat(xRange) };
+}
+
+/** Create the marks of a line: band, error bars, line, markers, and published results. */
+function createLineMarks(line, lineIndex, lineCount) {
   const { style } = line;
-  const points = line.x.map((x, n) => ({ x, mean: line.mean[n], low: line.low[n], high: line.high[n] }));
+  const points = line.x.map((x, index) => ({
+    x,
+    mean: line.mean[index],
+    low: line.low[index],
+    high: line.high[index],
+  }));
   // Markers of neighbors are at different places, so that none hides another.
-  const every = line.dense ? 1 : Math.max(1, Math.floor(points.length / 7));
-  const first = line.dense ? 0 : Math.floor((number * every) / Math.max(1, count)) % every;
+  const markerStep = line.marksAllPoints ? 1 : Math.max(1, Math.floor(points.length / 7));
+  const firstMarker = Math.floor((lineIndex * markerStep) / Math.max(1, lineCount)) % markerStep;
   const published = line.published ?? [];
+  const range = { x: "x", y1: "low", y2: "high" };
   return [
-    line.seeds > 1 ? Plot.areaY(points, { className: "band", x: "x", y1: "low", y2: "high", fill: style.color, fillOpacity: 0.13 }) : null,
-    line.bars ? Plot.ruleX(points, { x: "x", y1: "low", y2: "high", stroke: style.color, strokeOpacity: 0.5 }) : null,
-    Plot.line(points, { className: "line", ariaLabel: () => style.title, x: "x", y: "mean", stroke: style.color, strokeWidth: 2, strokeLinecap: "butt", strokeDasharray: style.dashes || undefined }),
-    Plot.dot(points.filter((_, n) => n % every === first), { className: "marker", x: "x", y: "mean", ...filledMarker(style, 3.8) }),
-    Plot.ruleX(published, { x: "x", y1: (dot) => dot.mean - dot.deviation, y2: (dot) => dot.mean + dot.deviation, stroke: style.color, strokeWidth: 1.4 }),
+    line.seeds > 1 ? Plot.areaY(points, { className: "band", ...range, fill: style.color, fillOpacity: 0.13 }) : null,
+    line.hasErrorBars ? Plot.ruleX(points, { ...range, stroke: style.color, strokeOpacity: 0.5 }) : null,
+    Plot.line(points, {
+      className: "line",
+      ariaLabel: () => style.title,
+      x: "x",
+      y: "mean",
+      stroke: style.color,
+      strokeWidth: 2,
+      strokeLinecap: "butt",
+      strokeDasharray: style.dashes || undefined,
+    }),
+    Plot.dot(
+      points.filter((_, index) => index % markerStep === firstMarker),
+      { className: "marker", x: "x", y: "mean", ...filledMarker(style, 3.8) },
+    ),
+    Plot.ruleX(published, {
+      x: "x",
+      y1: ({ mean, deviation }) => mean - deviation,
+      y2: ({ mean, deviation }) => mean + deviation,
+      stroke: style.color,
+      strokeWidth: 1.4,
+    }),
     Plot.dot(published, { className: "published", x: "x", y: "mean", ...hollowMarker(style, 4.6) }),
   ];
 }
 
-// The rows of a tooltip: each line's value nearest to a place, if it has one within reach.
-function valuesAt(line, at, reach) {
-  const rows = [];
+/** List the rows of a tooltip: the value of each line at the point that is nearest to x, the largest first. */
+function listTooltipRows(lines, x, reach) {
+  const entries = lines.flatMap((line) => findValuesNear(line, x, reach));
+  entries.sort((a, b) => b.value - a.value);
+  return entries.map(({ row }) => row);
+}
+
+/**
+ * Find the mean of a line near x, and its published result at x.
+ *
+ * @returns {{row: TooltipRow, value: number}[]} At most one of each.
+ */
+function findValuesNear(line, x, reach) {
+  const { color, title } = line.style;
+  const entries = [];
   if (line.x.length) {
-    const n = line.x.reduce((best, each, m) => (Math.abs(each - at) < Math.abs(line.x[best] - at) ? m : best), 0);
-    const seeds = line.seeds > 1 ? ` (${formatNumber(line.low[n], 2)} to ${formatNumber(line.high[n], 2)})` : "";
-    if (Math.abs(line.x[n] - at) <= reach) rows.push([line.style.color, line.style.title, formatNumber(line.mean[n], 2) + seeds, line.mean[n]]);
+    const distanceTo = (index) => Math.abs(line.x[index] - x);
+    const nearest = indicesOf(line.x).reduce((best, index) => (distanceTo(index) < distanceTo(best) ? index : best));
+    if (distanceTo(nearest) <= reach) {
+      const value = line.mean[nearest];
+      const low = formatNumber(line.low[nearest], 2);
+      const high = formatNumber(line.high[nearest], 2);
+      const band = line.seeds > 1 ? ` (${low} to ${high})` : "";
+      entries.push({ row: [color, title, formatNumber(value, 2) + band], value });
+    }
   }
-  for (const dot of line.published ?? []) {
-    const spread = dot.deviation ? ` \u00b1 ${formatNumber(dot.deviation, 2)}` : "";
-    if (dot.x === at) rows.push([line.style.color, `${line.style.title}, published`, formatNumber(dot.mean, 2) + spread, dot.mean]);
+  for (const point of line.published ?? []) {
+    if (point.x === x) {
+      const deviation = point.deviation ? ` \u00b1 ${formatNumber(point.deviation, 2)}` : "";
+      const row = [color, `${title}, published`, formatNumber(point.mean, 2) + deviation];
+      entries.push({ row, value: point.mean });
+    }
   }
-  return rows;
+  return entries;
 }
 
-// An axis of names: slanted where they have no room beside each other, and then as many as there is room for.
-function nameAxis(names, room) {
+// Classes
+
+/**
+ * Create an axis of names. Names that do not fit next to each other are slanted, and some are left out.
+ *
+ * @param {string[]} names
+ * @param {number} length - Length of the axis in pixels.
+ * @returns {{axis: Object, slantHeight: number}} Options of Plot for a scale of indices, and the additional height of
+ *   slanted names in pixels.
+ */
+function createNameAxis(names, length) {
   const longest = Math.max(...names.map((name) => shortenName(name).length), 1);
-  const fits = names.length * (6.8 * longest + 6) <= room;
-  const every = fits ? 1 : Math.max(1, Math.ceil((names.length * 15) / room));
-  const shownNames = names.map((_, n) => n).filter((n) => n % every === 0);
-  const steep = fits ? 0 : 4.4 * longest;
-  return { steep, axis: { domain: names.map((_, n) => n), ticks: shownNames, tickFormat: (n) => shortenName(names[n]), tickSize: 0, ...(fits ? {} : { tickRotate: -38 }) } };
+  const fits = names.length * (6.8 * longest + 6) <= length;
+  const step = fits ? 1 : Math.max(1, Math.ceil((names.length * 15) / length));
+  const axis = {
+    domain: indicesOf(names),
+    ticks: indicesOf(names).filter((index) => index % step === 0),
+    tickFormat: (index) => shortenName(names[index]),
+    tickSize: 0,
+  };
+  if (!fits) {
+    axis.tickRotate = -38;
+  }
+  return { axis, slantHeight: fits ? 0 : 4.4 * longest };
 }
 
-// Dots over classes: sets of {style, mean, low, high}, side by side within a class.
-function classChart(width, spec) {
-  const { sets, classes, title, yLabel } = spec;
-  const top = Math.max(...sets.flatMap((set) => set.high ?? set.mean), 1);
-  const yRange = [0, spec.full ? 100 : Math.min(100, top * 1.06)];
-  const alt = `${title}, by class: ` + sets.map((set) => `${set.style.title} ${formatNumber(Math.min(...set.mean), 1)} to ${formatNumber(Math.max(...set.mean), 1)} %`).join("; ");
-  const marginLeft = leftMargin(yRange);
-  const { axis, steep } = nameAxis(classes, width - marginLeft - 14);
-  const step = (width - marginLeft - 14) / classes.length;
-  const room = Math.min(0.8, 0.13 * sets.length) * step;
-  const size = classes.length > 40 ? 2.4 : 3.8;
-  const setMarks = (set, s) => {
-    const points = set.mean.map((mean, n) => ({ n, mean, low: set.low?.[n] ?? 0, high: set.high?.[n] ?? mean }));
-    const dx = sets.length > 1 ? (s / (sets.length - 1) - 0.5) * room : 0;
+/**
+ * Draw dots over classes; those of several methods are next to each other.
+ *
+ * @param {number} width - In pixels.
+ * @param {Object} options
+ * @param {ClassValues[]} options.sets - Values of each method, in percent.
+ * @param {string[]} options.classes - Names of the classes.
+ * @param {string} options.title
+ * @param {string} options.xLabel
+ * @param {boolean} [options.showsWholeRange] - Whether the y axis ends at 100 %, and not at the largest value.
+ * @returns {SVGElement}
+ */
+function classChart(width, { sets, classes, title, xLabel, showsWholeRange }) {
+  const largest = Math.max(...sets.flatMap((set) => set.high ?? set.mean), 1);
+  const yRange = [0, showsWholeRange ? 100 : Math.min(100, largest * 1.06)];
+  const marginLeft = computeLeftMargin(yRange);
+  const axisLength = width - marginLeft - RIGHT_MARGIN;
+  const { axis, slantHeight } = createNameAxis(classes, axisLength);
+  const marginBottom = BOTTOM_MARGIN + slantHeight;
+  const classWidth = axisLength / classes.length;
+  const groupWidth = Math.min(0.8, 0.13 * sets.length) * classWidth; // of the dots of a class
+  const radius = classes.length > 40 ? 2.4 : 3.8;
+
+  const createSetMarks = ({ style, mean, low, high }, setIndex) => {
+    const points = mean.map((value, index) => ({
+      index,
+      mean: value,
+      low: low?.[index] ?? 0,
+      high: high?.[index] ?? value,
+    }));
+    const dx = sets.length > 1 ? (setIndex / (sets.length - 1) - 0.5) * groupWidth : 0;
+    const range = { x: "index", y1: "low", y2: "high", dx };
     return [
-      Plot.ruleX(points, { x: "n", y1: "low", y2: "high", dx, stroke: set.style.color, strokeWidth: 1.4, strokeOpacity: 0.55 }),
-      Plot.dot(points, { className: "marker", ariaLabel: () => set.style.title, x: "n", y: "mean", dx, ...filledMarker(set.style, size) }),
+      Plot.ruleX(points, { ...range, stroke: style.color, strokeWidth: 1.4, strokeOpacity: 0.55 }),
+      Plot.dot(points, {
+        className: "marker",
+        ariaLabel: () => style.title,
+        x: "index",
+        y: "mean",
+        dx,
+        ...filledMarker(style, radius),
+      }),
     ];
   };
-  const places = classes.map((_, n) => ({ n }));
-  return createChart({
-    width, height: HEIGHT, marginLeft, marginRight: 14, marginTop: 8, marginBottom: 40 + steep,
-    x: { type: "band", padding: 0, ...axis, ...below(yLabel, 40 + steep) },
-    y: { type: "linear", domain: yRange, ...NUMBERS },
+
+  const positions = indicesOf(classes).map((index) => ({ index }));
+  const guide = { ...GUIDE, x: "index", fill: "currentColor", fillOpacity: 0.08, maxRadius: Infinity };
+  const plotOptions = {
+    width,
+    height: LINE_CHART_HEIGHT,
+    marginLeft,
+    marginRight: RIGHT_MARGIN,
+    marginTop: 8,
+    marginBottom,
+    x: { type: "band", padding: 0, ...axis, ...labelBelow(xLabel, marginBottom) },
+    y: { type: "linear", domain: yRange, ...NUMBER_AXIS },
     marks: [
-      Plot.gridY({ ...RULE, ticks: 5 }),
+      Plot.gridY({ ...GRID_LINE, ticks: 5 }),
       Plot.ruleY([0], { stroke: "var(--line)" }),
-      Plot.cell(places, Plot.pointerX({ className: "guide", ariaHidden: "true", x: "n", fill: "currentColor", fillOpacity: 0.08, maxRadius: Infinity })),
-      sets.map(setMarks),
+      Plot.cell(positions, Plot.pointerX(guide)),
+      sets.map(createSetMarks),
     ],
-  }, alt, ({ n }) => [classes[n], sets.map((set) => [set.style.color, set.style.title, `${formatNumber(set.mean[n], 2)} %`])],
-  (scale) => places.map(({ n }) => [scale("x").apply(n) + step / 2, HEIGHT / 3]));
+  };
+  const rangeTexts = sets.map(({ style, mean }) => {
+    const low = formatNumber(Math.min(...mean), 1);
+    return `${style.title} ${low} to ${formatNumber(Math.max(...mean), 1)} %`;
+  });
+  return createChart(
+    plotOptions,
+    `${title}, by class: ${rangeTexts.join("; ")}`,
+    ({ index }) => [
+      classes[index],
+      sets.map(({ style, mean }) => [style.color, style.title, `${formatNumber(mean[index], 2)} %`]),
+    ],
+    (getScale) => positions.map(({ index }) => [getScale("x").apply(index) + classWidth / 2, LINE_CHART_HEIGHT / 3]),
+  );
 }
 
-// A confusion matrix: rows are the true classes, a cell's shade is its share of the row.
+// Confusions
+
+/**
+ * Draw a confusion matrix. The shade of a cell is its share of the images of the true class.
+ *
+ * @param {number} width - In pixels.
+ * @param {Object} options
+ * @param {number[][]} options.matrix - Number of images, with a row for each true class.
+ * @param {string[]} options.classes - Names of the classes.
+ * @param {string} options.title
+ * @returns {SVGElement}
+ */
 function matrixChart(width, { matrix, classes, title }) {
-  const size = classes.length;
-  const marginLeft = 24 + 6.7 * Math.min(12, Math.max(...classes.map((name) => name.length)));
-  const side = Math.max(2, Math.min(46, (width - marginLeft - 8) / size));
-  const span = side * size;
-  const across = Math.min(width, Math.max(330, marginLeft + span + 12));
-  const names = nameAxis(classes, span);
-  const every = Math.max(1, Math.ceil(13 / side));
-  const right = matrix.map((row) => row.reduce((sum, count) => sum + count, 0) || 1);
-  const correct = matrix.reduce((sum, row, t) => sum + row[t], 0) / right.reduce((sum, count) => sum + count, 0);
-  const cells = matrix.flatMap((row, t) => row.map((count, p) => ({ t, p, count, share: count / right[t] })));
-  const some = cells.filter(({ count }) => count);
-  const height = span + 50 + names.steep;
-  return createChart({
-    width: across, height, marginLeft, marginRight: across - marginLeft - span, marginTop: 1, marginBottom: height - span - 1,
-    x: { type: "band", padding: 0, ...names.axis, ...below("predicted class (rows: true class), % of the row", height - span - 1) },
-    y: { type: "band", padding: 0, domain: classes.map((_, n) => n), ticks: classes.map((_, n) => n).filter((n) => n % every === 0), tickFormat: (n) => shortenName(classes[n]), tickSize: 0, label: null },
+  const marginLeft = 24 + LETTER_WIDTH * Math.min(12, Math.max(...classes.map((name) => name.length)));
+  const cellSize = Math.max(2, Math.min(46, (width - marginLeft - 8) / classes.length));
+  const matrixSize = cellSize * classes.length;
+  const chartWidth = Math.min(width, Math.max(MIN_MATRIX_WIDTH, marginLeft + matrixSize + 12));
+  const { axis, slantHeight } = createNameAxis(classes, matrixSize);
+  const height = matrixSize + 50 + slantHeight;
+  const marginBottom = height - matrixSize - 1;
+  const nameStep = Math.max(1, Math.ceil(13 / cellSize));
+
+  const totals = matrix.map((counts) => sum(counts) || 1);
+  const correctShare = sum(matrix.map((counts, index) => counts[index])) / sum(totals);
+  const cells = matrix.flatMap((counts, trueClass) =>
+    counts.map((count, predicted) => ({ trueClass, predicted, count, share: count / totals[trueClass] })),
+  );
+  const filledCells = cells.filter(({ count }) => count);
+  const position = { x: "predicted", y: "trueClass" };
+
+  // Dark cells have white numbers, the others those of the page.
+  const createNumbers = (isDark) =>
+    Plot.text(
+      filledCells.filter(({ share }) => share > 0.77 === isDark),
+      {
+        ...position,
+        text: ({ share }) => formatNumber(100 * share, 0),
+        fill: isDark ? "#fff" : "var(--cell-ink)",
+      },
+    );
+  const guide = { ...GUIDE, ...position, fill: "none", stroke: "var(--ink)", inset: 0, maxRadius: cellSize };
+  const plotOptions = {
+    width: chartWidth,
+    height,
+    marginLeft,
+    marginRight: chartWidth - marginLeft - matrixSize,
+    marginTop: 1,
+    marginBottom,
+    x: {
+      type: "band",
+      padding: 0,
+      ...axis,
+      ...labelBelow("predicted class (rows: true class), % of the row", marginBottom),
+    },
+    y: {
+      type: "band",
+      padding: 0,
+      domain: indicesOf(classes),
+      ticks: indicesOf(classes).filter((index) => index % nameStep === 0),
+      tickFormat: (index) => shortenName(classes[index]),
+      tickSize: 0,
+      label: null,
+    },
     opacity: { type: "identity" },
     marks: [
       Plot.frame({ stroke: "var(--line)" }),
-      Plot.cell(some, { className: "cell", x: "p", y: "t", fill: "var(--cell)", fillOpacity: "share", inset: 0 }),
-      side < 24 ? null : [false, true].map((dark) => Plot.text(some.filter(({ share }) => share > 0.77 === dark), { x: "p", y: "t", text: ({ share }) => formatNumber(100 * share, 0), fill: dark ? "#fff" : "var(--cell-ink)" })),
-      Plot.cell(cells, Plot.pointer({ className: "guide", ariaHidden: "true", x: "p", y: "t", fill: "none", stroke: "var(--ink)", inset: 0, maxRadius: side })),
+      Plot.cell(filledCells, { className: "cell", ...position, fill: "var(--cell)", fillOpacity: "share", inset: 0 }),
+      cellSize < 24 ? null : [createNumbers(false), createNumbers(true)],
+      Plot.cell(cells, Plot.pointer(guide)),
     ],
-  }, `${title}: ${formatNumber(100 * correct, 1)} % lie on the diagonal.`,
-  ({ t, p, count, share }) => [`true: ${classes[t]}`, [["", `predicted: ${classes[p]}`, `${formatNumber(count)} (${formatNumber(100 * share, 1)} %)`]]],
-  (scale) => some.map(({ t, p }) => [scale("x").apply(p) + side / 2, scale("y").apply(t) + side / 2]));
+  };
+  return createChart(
+    plotOptions,
+    `${title}: ${formatNumber(100 * correctShare, 1)} % lie on the diagonal.`,
+    ({ trueClass, predicted, count, share }) => {
+      const value = `${formatNumber(count)} (${formatNumber(100 * share, 1)} %)`;
+      return [`true: ${classes[trueClass]}`, [["", `predicted: ${classes[predicted]}`, value]]];
+    },
+    (getScale) =>
+      filledCells.map(({ trueClass, predicted }) => [
+        getScale("x").apply(predicted) + cellSize / 2,
+        getScale("y").apply(trueClass) + cellSize / 2,
+      ]),
+  );
 }
 
-// With very many classes: what is mistaken for what most often, as entries [true class, predicted class, images, images of the true class].
-function confusionsChart(width, { entries, classes, title }) {
-  const rows = entries.map(([t, p, count, all], n) => ({ n, t, p, count, share: (100 * count) / all, name: `${shortenName(classes[t], 16)} as ${shortenName(classes[p], 16)}` }));
-  const marginLeft = Math.min(0.6 * width, 24 + 6.7 * Math.max(...rows.map(({ name }) => name.length), 1));
-  const height = 22 * rows.length + 46;
-  const numbers = ({ count, share }) => `${formatNumber(count)} (${formatNumber(share, 1)} %)`;
-  return createChart({
-    width, height, marginLeft, marginRight: 90, marginTop: 2, marginBottom: 44,
-    x: { type: "linear", domain: [0, Math.max(...rows.map(({ share }) => share), 1)], ticks: width > 420 ? 7 : 3, ...below("of the images of the true class, %", 44) },
-    y: { type: "linear", domain: [rows.length, 0], ticks: rows.map(({ n }) => n + 0.5), tickFormat: (y) => rows[y - 0.5].name, tickSize: 0, label: null },
+/**
+ * Draw the most frequent confusions as bars, for data with too many classes for a matrix.
+ *
+ * @param {number} width - In pixels.
+ * @param {Object} options
+ * @param {[trueClass: number, predicted: number, count: number, total: number][]} options.confusions - Number of images
+ *   of a true class with a predicted one, and of all images of the true class.
+ * @param {string[]} options.classes - Names of the classes.
+ * @param {string} options.title
+ * @returns {SVGElement}
+ */
+function confusionsChart(width, { confusions, classes, title }) {
+  const bars = confusions.map(([trueClass, predicted, count, total], index) => ({
+    index,
+    trueName: classes[trueClass],
+    predictedName: classes[predicted],
+    count,
+    percent: (100 * count) / total,
+  }));
+  const shortName = ({ trueName, predictedName }) =>
+    `${shortenName(trueName, 16)} as ${shortenName(predictedName, 16)}`;
+  const formatBar = ({ count, percent }) => `${formatNumber(count)} (${formatNumber(percent, 1)} %)`;
+  const longestName = Math.max(...bars.map((bar) => shortName(bar).length), 1);
+  const largest = Math.max(...bars.map(({ percent }) => percent), 1);
+  const middle = ({ index }) => index + 0.5;
+  const guide = { ...GUIDE_LINE, x: "percent", y: middle, stroke: "var(--back)" };
+  const plotOptions = {
+    width,
+    height: 22 * bars.length + 46,
+    marginLeft: Math.min(0.6 * width, 24 + LETTER_WIDTH * longestName),
+    marginRight: 90, // for the number at the end of the longest bar
+    marginTop: 2,
+    marginBottom: WIDE_BOTTOM_MARGIN,
+    x: {
+      type: "linear",
+      domain: [0, largest],
+      ticks: width > NARROW_CHART_WIDTH ? 7 : 3,
+      ...labelBelow("of the images of the true class, %", WIDE_BOTTOM_MARGIN),
+    },
+    y: {
+      type: "linear",
+      domain: [bars.length, 0],
+      ticks: bars.map(middle),
+      tickFormat: (y) => shortName(bars[y - 0.5]),
+      tickSize: 0,
+      label: null,
+    },
     marks: [
-      Plot.rectX(rows, { className: "bar", x: "share", y1: ({ n }) => n + 0.08, y2: ({ n }) => n + 0.92, fill: "var(--cell)" }),
-      Plot.text(rows, { x: "share", y: ({ n }) => n + 0.5, dx: 6, textAnchor: "start", text: numbers }),
+      Plot.rectX(bars, {
+        className: "bar",
+        x: "percent",
+        y1: ({ index }) => index + 0.08,
+        y2: ({ index }) => index + 0.92,
+        fill: "var(--cell)",
+      }),
+      Plot.text(bars, { x: "percent", y: middle, dx: 6, textAnchor: "start", text: formatBar }),
       Plot.ruleX([0], { stroke: "var(--line)" }),
-      Plot.ruleY(rows, Plot.pointerY({ className: "guide", ariaHidden: "true", x: "share", y: ({ n }) => n + 0.5, stroke: "var(--back)", strokeDasharray: "2 3", maxRadius: Infinity })),
+      Plot.ruleY(bars, Plot.pointerY(guide)),
     ],
-  }, `${title}, the most frequent mistakes: ${rows.slice(0, 5).map((row) => `${classes[row.t]} as ${classes[row.p]} ${numbers(row)}`).join("; ")}`,
-  (row) => [`true: ${classes[row.t]}`, [["", `predicted: ${classes[row.p]}`, numbers(row)]]],
-  (scale) => rows.map(({ n, share }) => [scale("x").apply(share / 2), scale("y").apply(n + 0.5)]));
+  };
+  const texts = bars.slice(0, 5).map((bar) => `${bar.trueName} as ${bar.predictedName} ${formatBar(bar)}`);
+  return createChart(
+    plotOptions,
+    `${title}, the most frequent mistakes: ${texts.join("; ")}`,
+    (bar) => [`true: ${bar.trueName}`, [["", `predicted: ${bar.predictedName}`, formatBar(bar)]]],
+    (getScale) => bars.map((bar) => [getScale("x").apply(bar.percent / 2), getScale("y").apply(middle(bar))]),
+  );
 }
 
-// A row for each method: a dot for each client, mean and standard deviation over clients, and the mean of the worst tenth.
+// Clients
+
+/**
+ * Draw the accuracy at the clients, with a row for each method: a dot for each client, mean and standard deviation over
+ * clients, and the mean of the worst tenth.
+ *
+ * @param {number} width - In pixels.
+ * @param {Object} options
+ * @param {Object[]} options.sets - {style, accuracies: [client, percent][] (the worst first), mean, deviation,
+ *   worst_tenth} of each method.
+ * @param {string} options.title
+ * @returns {SVGElement}
+ */
 function clientChart(width, { sets, title }) {
-  const row = 46;
-  const alt = `${title}: ` + sets.map(({ style, mean, deviation, worst }) => `${style.title} ${formatNumber(mean, 1)} % on average, standard deviation ${formatNumber(deviation, 1)}, worst tenth ${formatNumber(worst, 1)} %`).join("; ");
-  const lowest = Math.min(...sets.flatMap((set) => [set.worst, set.mean - set.deviation, ...set.each.map(([, share]) => share)]), 100);
-  const xRange = [Math.max(0, Math.floor(lowest / 10) * 10), 100];
-  const height = row * sets.length + 48;
-  const rows = sets.map((set, n) => ({ ...set, y: n + 0.65 }));
-  return createChart({
-    width, height, marginLeft: 16, marginRight: 14, marginTop: 4, marginBottom: 44,
-    x: { type: "linear", domain: xRange, ticks: width > 420 ? 8 : 4, ...below("accuracy of the final model at a client, %", 44) },
-    y: { type: "linear", domain: [sets.length || 1, 0], axis: null },
-    marks: [
-      Plot.ruleY([sets.length || 1], { stroke: "var(--line)" }),
-      Plot.ruleY(rows, { ...RULE, y: "y" }),
-      rows.map(({ style, mean, deviation, worst, each, y }) => [
-        Plot.text([style.title], { x: xRange[0], y: y - 0.35, text: (name) => name, textAnchor: "start", fontWeight: 600, fill: "var(--ink)" }),
-        // Equal accuracies are in two rows, so that one dot does not hide another.
-        Plot.dot(each, { className: "client", x: (client) => client[1], y: (_, k) => y + (k % 2 ? 0.08 : -0.08), r: 3, fill: style.color, fillOpacity: 0.45, stroke: "none" }),
-        Plot.ruleY([y], { x1: Math.max(xRange[0], mean - deviation), x2: Math.min(100, mean + deviation), stroke: style.color, strokeWidth: 2.4 }),
-        Plot.dot([mean], { ariaLabel: () => style.title, x: mean, y, ...filledMarker(style, 5.4) }),
-        Plot.dot([worst], { x: worst, y, ...hollowMarker(style, 5.2) }),
-      ]),
-      Plot.ruleY(rows, Plot.pointerY({ className: "guide", ariaHidden: "true", y: "y", stroke: "var(--line)", strokeDasharray: "2 3", maxRadius: Infinity })),
-    ],
-  }, alt, ({ style, mean, deviation, worst, each }) => {
-    const values = [["mean", mean], ["standard deviation", deviation], ["worst tenth", worst]];
-    if (each.length) values.push([`worst client: ${each[0][0]}`, each[0][1]]);
-    return [`${style.title}, %`, values.map(([name, value]) => [style.color, name, formatNumber(value, 1)])];
-  }, (scale) => rows.map(({ mean, y }) => [scale("x").apply(mean), scale("y").apply(y)]));
-}
+  const rowHeight = 46;
+  const values = sets.flatMap((set) => [
+    set.worst_tenth,
+    set.mean - set.deviation,
+    ...set.accuracies.map(([, accuracy]) => accuracy),
+  ]);
+  const lowest = Math.min(...values, 100);
+  const xStart = Math.max(0, Math.floor(lowest / 10) * 10);
+  const rows = sets.map((set, index) => ({ ...set, y: index + 0.65 })); // the name is above it
+  const bottom = sets.length || 1;
 
-// Clients from left to right, classes upwards, one panel for labeled and one for unlabeled images.
-const KINDS = { labeled: "#0072B2", unlabeled: "#D55E00" };
-function bubbleChart(width, split) {
-  const { classes, shown: clients, server } = split;
-  const columns = [...(server ? ["server", ""] : []), ...clients.map(String)];
-  const marginLeft = 24 + 6.7 * Math.max(...classes.map((name) => shortenName(name).length));
-  const across = Math.min(34, (width - marginLeft - 6) / columns.length);
-  const up = Math.max(5, Math.min(24, 320 / classes.length));
-  const tall = up * classes.length;
-  const gap = 30;
-  const most = {};
-  const cells = Object.keys(KINDS).flatMap((kind) => {
-    const counts = [...(server ? [kind === "labeled" ? server : null, null] : []), ...split[kind]];
-    most[kind] = Math.max(1, ...counts.flatMap((row) => row ?? []));
-    return counts.flatMap((row, k) => (row ?? []).map((count, c) => ({ kind, column: columns[k], c, count, share: count / most[kind] })));
+  const createRowMarks = ({ style, mean, deviation, worst_tenth: worstTenth, accuracies, y }) => {
+    // Equal accuracies are in two lines, so that one dot does not hide another.
+    const dotOptions = {
+      className: "client",
+      x: ([, accuracy]) => accuracy,
+      y: (_, index) => y + (index % 2 ? 0.08 : -0.08),
+      r: 3,
+      fill: style.color,
+      fillOpacity: 0.45,
+      stroke: "none",
+    };
+    const name = { x: xStart, y: y - 0.35, text: (text) => text, textAnchor: "start", fontWeight: 600 };
+    const deviationEnds = { x1: Math.max(xStart, mean - deviation), x2: Math.min(100, mean + deviation) };
+    return [
+      Plot.text([style.title], { ...name, fill: "var(--ink)" }),
+      Plot.dot(accuracies, dotOptions),
+      Plot.ruleY([y], { ...deviationEnds, stroke: style.color, strokeWidth: 2.4 }),
+      Plot.dot([mean], { ariaLabel: () => style.title, x: mean, y, ...filledMarker(style, 5.4) }),
+      Plot.dot([worstTenth], { x: worstTenth, y, ...hollowMarker(style, 5.2) }),
+    ];
+  };
+
+  const plotOptions = {
+    width,
+    height: rowHeight * sets.length + 48,
+    marginLeft: 16,
+    marginRight: RIGHT_MARGIN,
+    marginTop: 4,
+    marginBottom: WIDE_BOTTOM_MARGIN,
+    x: {
+      type: "linear",
+      domain: [xStart, 100],
+      ticks: width > NARROW_CHART_WIDTH ? 8 : 4,
+      ...labelBelow("accuracy of the final model at a client, %", WIDE_BOTTOM_MARGIN),
+    },
+    y: { type: "linear", domain: [bottom, 0], axis: null },
+    marks: [
+      Plot.ruleY([bottom], { stroke: "var(--line)" }),
+      Plot.ruleY(rows, { ...GRID_LINE, y: "y" }),
+      rows.map(createRowMarks),
+      Plot.ruleY(rows, Plot.pointerY({ ...GUIDE_LINE, y: "y" })),
+    ],
+  };
+  const texts = sets.map(({ style, mean, deviation, worst_tenth: worstTenth }) => {
+    const spread = `standard deviation ${formatNumber(deviation, 1)}, worst tenth ${formatNumber(worstTenth, 1)} %`;
+    return `${style.title} ${formatNumber(mean, 1)} % on average, ${spread}`;
   });
-  const hasClasses = (kind) => cells.some((cell) => cell.kind === kind && cell.count);
-  // Images whose true label nobody knows are in the total, and in no bubble.
-  const ofClasses = (kind) => (hasClasses(kind) || !split.totals[kind] ? `largest bubble ${most[kind].toLocaleString("en")}` : "whose classes are unknown");
-  const countAt = (kind, { column, c }) => cells.find((cell) => cell.kind === kind && cell.column === column && cell.c === c)?.count ?? 0;
-  const wide = Math.min(width, Math.max(330, marginLeft + across * columns.length + 12));
-  const everyClass = Math.max(1, Math.ceil(13 / up));
-  const everyClient = Math.max(1, Math.ceil(24 / across));
-  const some = clients.length < split.clients ? `client (${clients.length} of ${split.clients} shown, evenly chosen)` : "client";
-  const shownColumns = columns.filter((name, k) => name === "server" || (name && (k - (server ? 2 : 0)) % everyClient === 0));
-  return createChart({
-    width: wide, height: 2 * (tall + gap) + 44, marginLeft, marginRight: wide - marginLeft - across * columns.length, marginTop: gap, marginBottom: 44,
-    x: { type: "band", padding: 0, domain: columns, ticks: shownColumns, tickSize: 0, ...below(some, 44) },
-    y: { type: "band", padding: 0, domain: classes.map((_, c) => c).reverse(), ticks: classes.map((_, c) => c).filter((c) => c % everyClass === 0), tickFormat: (c) => shortenName(classes[c]), tickSize: 0, label: null },
-    fy: { domain: Object.keys(KINDS), axis: null, paddingInner: gap / (tall + gap), paddingOuter: 0 },
-    r: { type: "sqrt", domain: [0, 1], range: [0, 0.48 * Math.min(across, Math.max(up, 8))] },
-    marks: [
-      Plot.frame({ ...RULE }),
-      Object.entries(KINDS).map(([kind, fill]) => [
-        Plot.text([kind], { fy: [kind], frameAnchor: "top-left", lineAnchor: "bottom", textAnchor: "start", dy: -5, dx: -marginLeft, fontWeight: 600, fill: "var(--ink)", text: () => `${kind}: ${split.totals[kind].toLocaleString("en")} images, ${ofClasses(kind)}` }),
-        Plot.dot(cells.filter((cell) => cell.kind === kind && cell.count), { className: `bubble ${kind}`, fy: "kind", x: "column", y: "c", r: "share", fill, fillOpacity: 0.85, stroke: "none" }),
-      ]),
-      Plot.cell(cells, Plot.pointer({ className: "guide", ariaHidden: "true", fy: "kind", x: "column", y: "c", fill: "none", stroke: "var(--ink)", inset: 0, maxRadius: Math.max(across, up) })),
-    ],
-  }, `Images of each client and class: ${split.totals.labeled} labeled, ${split.totals.unlabeled} unlabeled, over ${split.clients} clients.`,
-  (cell) => [`${cell.column === "server" ? "server" : `client ${cell.column}`}, ${classes[cell.c]}`, Object.entries(KINDS).map(([kind, color]) => [color, kind, countAt(kind, cell).toLocaleString("en")])],
-  (scale) => cells.filter(({ count }) => count).map(({ kind, column, c }) => [scale("x").apply(column) + across / 2, scale("fy").apply(kind) + scale("y").apply(c) - gap + up / 2]));
+  const describeRow = ({ style, mean, deviation, worst_tenth: worstTenth, accuracies }) => {
+    const entries = [
+      ["mean", mean],
+      ["standard deviation", deviation],
+      ["worst tenth", worstTenth],
+    ];
+    if (accuracies.length) {
+      const [client, accuracy] = accuracies[0];
+      entries.push([`worst client: ${client}`, accuracy]);
+    }
+    return [`${style.title}, %`, entries.map(([name, value]) => [style.color, name, formatNumber(value, 1)])];
+  };
+  return createChart(plotOptions, `${title}: ${texts.join("; ")}`, describeRow, (getScale) =>
+    rows.map(({ mean, y }) => [getScale("x").apply(mean), getScale("y").apply(y)]),
+  );
 }
 
-// Shares of correct predictions by their probability: bins {above, to, confidence, accuracy, images}; stronger color: more images.
+const IMAGE_COLORS = { labeled: "#0072B2", unlabeled: "#D55E00" };
+
+/**
+ * Draw the number of images of each client and class as bubbles: clients from left to right, classes upward, labeled
+ * images in the upper panel and unlabeled ones in the lower panel.
+ *
+ * @param {number} width - In pixels.
+ * @param {Object} split - A split as `halfmoon.report.series.split_charts` describes it.
+ * @returns {SVGElement}
+ */
+function bubbleChart(width, split) {
+  const { classes, shown_clients: shownClients, server } = split;
+  // The server is the first column, followed by an empty one.
+  const serverColumns = server ? ["server", ""] : [];
+  const columns = [...serverColumns, ...shownClients.map(String)];
+  const marginLeft = 24 + LETTER_WIDTH * Math.max(...classes.map((name) => shortenName(name).length));
+  const columnWidth = Math.min(34, (width - marginLeft - 6) / columns.length);
+  const rowHeight = Math.max(5, Math.min(24, 320 / classes.length));
+  const panelHeight = rowHeight * classes.length;
+  const panelGap = 30; // has the title of a panel
+  const columnsWidth = columnWidth * columns.length;
+  const chartWidth = Math.min(width, Math.max(MIN_MATRIX_WIDTH, marginLeft + columnsWidth + 12));
+
+  const cells = [];
+  const largestCounts = {};
+  for (const kind of Object.keys(IMAGE_COLORS)) {
+    // Only labeled images can be at the server.
+    const serverCounts = kind === "labeled" && server ? server : [];
+    const columnCounts = server ? [serverCounts, [], ...split[kind]] : split[kind];
+    const largestCount = Math.max(1, ...columnCounts.flat());
+    largestCounts[kind] = largestCount;
+    columnCounts.forEach((counts, columnIndex) => {
+      counts.forEach((count, classIndex) => {
+        cells.push({ kind, column: columns[columnIndex], classIndex, count, share: count / largestCount });
+      });
+    });
+  }
+  const bubbles = cells.filter(({ count }) => count);
+
+  const titlePanel = (kind) => {
+    // Images whose true label is unknown are in the total, and in no bubble.
+    const isKnown = bubbles.some((bubble) => bubble.kind === kind) || !split.totals[kind];
+    const scale = isKnown ? `largest bubble ${largestCounts[kind].toLocaleString("en")}` : "whose classes are unknown";
+    return `${kind}: ${split.totals[kind].toLocaleString("en")} images, ${scale}`;
+  };
+  const createPanelMarks = ([kind, fill]) => [
+    Plot.text([kind], {
+      fy: [kind],
+      frameAnchor: "top-left",
+      lineAnchor: "bottom",
+      textAnchor: "start",
+      dy: -5,
+      dx: -marginLeft,
+      fontWeight: 600,
+      fill: "var(--ink)",
+      text: () => titlePanel(kind),
+    }),
+    Plot.dot(
+      bubbles.filter((bubble) => bubble.kind === kind),
+      {
+        className: `bubble ${kind}`,
+        fy: "kind",
+        x: "column",
+        y: "classIndex",
+        r: "share",
+        fill,
+        fillOpacity: 0.85,
+        stroke: "none",
+      },
+    ),
+  ];
+
+  const classStep = Math.max(1, Math.ceil(13 / rowHeight));
+  const clientStep = Math.max(1, Math.ceil(24 / columnWidth));
+  const hasTick = (column, index) =>
+    column === "server" || (column !== "" && (index - serverColumns.length) % clientStep === 0);
+  const clientLabel =
+    shownClients.length < split.clients
+      ? `client (${shownClients.length} of ${split.clients} shown, evenly chosen)`
+      : "client";
+  const guide = {
+    ...GUIDE,
+    fy: "kind",
+    x: "column",
+    y: "classIndex",
+    fill: "none",
+    stroke: "var(--ink)",
+    inset: 0,
+    maxRadius: Math.max(columnWidth, rowHeight),
+  };
+  const plotOptions = {
+    width: chartWidth,
+    height: 2 * (panelHeight + panelGap) + WIDE_BOTTOM_MARGIN,
+    marginLeft,
+    marginRight: chartWidth - marginLeft - columnsWidth,
+    marginTop: panelGap,
+    marginBottom: WIDE_BOTTOM_MARGIN,
+    x: {
+      type: "band",
+      padding: 0,
+      domain: columns,
+      ticks: columns.filter(hasTick),
+      tickSize: 0,
+      ...labelBelow(clientLabel, WIDE_BOTTOM_MARGIN),
+    },
+    y: {
+      type: "band",
+      padding: 0,
+      domain: indicesOf(classes).reverse(),
+      ticks: indicesOf(classes).filter((index) => index % classStep === 0),
+      tickFormat: (index) => shortenName(classes[index]),
+      tickSize: 0,
+      label: null,
+    },
+    fy: {
+      domain: Object.keys(IMAGE_COLORS),
+      axis: null,
+      paddingInner: panelGap / (panelHeight + panelGap),
+      paddingOuter: 0,
+    },
+    // The area of a bubble is proportional to its count.
+    r: { type: "sqrt", domain: [0, 1], range: [0, 0.48 * Math.min(columnWidth, Math.max(rowHeight, 8))] },
+    marks: [
+      Plot.frame({ ...GRID_LINE }),
+      Object.entries(IMAGE_COLORS).map(createPanelMarks),
+      Plot.cell(cells, Plot.pointer(guide)),
+    ],
+  };
+  const describeCell = ({ column, classIndex }) => {
+    const countOf = (kind) =>
+      cells.find((cell) => cell.kind === kind && cell.column === column && cell.classIndex === classIndex)?.count ?? 0;
+    const title = `${column === "server" ? "server" : `client ${column}`}, ${classes[classIndex]}`;
+    const rows = Object.entries(IMAGE_COLORS).map(([kind, color]) => [color, kind, countOf(kind).toLocaleString("en")]);
+    return [title, rows];
+  };
+  return createChart(
+    plotOptions,
+    `Images of each client and class: ${split.totals.labeled} labeled, ${split.totals.unlabeled} unlabeled, ` +
+      `over ${split.clients} clients.`,
+    describeCell,
+    (getScale) =>
+      bubbles.map(({ kind, column, classIndex }) => [
+        getScale("x").apply(column) + columnWidth / 2,
+        getScale("fy").apply(kind) + getScale("y").apply(classIndex) - panelGap + rowHeight / 2,
+      ]),
+  );
+}
+
+// Calibration
+
+/**
+ * Draw the share of correct predictions by their probability. Bars with more images have a stronger color.
+ *
+ * @param {number} width - In pixels.
+ * @param {Object} options
+ * @param {Object[]} options.bins - Predictions with probabilities from `above` to `to`: number of `images`, mean
+ *   `confidence` and `accuracy`, from 0 to 1.
+ * @param {string} options.title
+ * @returns {SVGElement}
+ */
 function calibrationChart(width, { bins, title }) {
-  const share = (value) => `${(100 * value).toFixed(0)} %`;
-  const most = Math.max(1, ...bins.map((bin) => bin.images));
-  const some = bins.filter((bin) => bin.images);
+  const formatShare = (share) => `${(100 * share).toFixed(0)} %`;
+  const filledBins = bins.filter((bin) => bin.images);
+  const largestCount = Math.max(1, ...bins.map((bin) => bin.images));
   const middle = (bin) => (bin.above + bin.to) / 2;
-  const axis = { type: "linear", domain: [0, 1], ticks: 5, tickFormat: share, tickSize: 0 };
-  return createChart({
-    width, height: width, marginLeft: 48, marginRight: 20, marginTop: 10, marginBottom: 44,
-    x: { ...axis, ...below("probability; stronger color: more images", 44) },
+  const axis = { type: "linear", domain: [0, 1], ticks: 5, tickFormat: formatShare, tickSize: 0 };
+  const diagonal = [
+    [0, 0],
+    [1, 1],
+  ];
+  const barOptions = {
+    className: "bar",
+    x1: "above",
+    x2: "to",
+    y: "accuracy",
+    insetLeft: 1,
+    insetRight: 1,
+    fill: "var(--cell)",
+    fillOpacity: (bin) => 0.35 + (0.65 * bin.images) / largestCount,
+  };
+  const plotOptions = {
+    width,
+    height: width,
+    marginLeft: 48,
+    marginRight: 20,
+    marginTop: 10,
+    marginBottom: WIDE_BOTTOM_MARGIN,
+    x: { ...axis, ...labelBelow("probability; stronger color: more images", WIDE_BOTTOM_MARGIN) },
     y: { ...axis, label: null },
     opacity: { type: "identity" },
     marks: [
-      Plot.gridY({ ...RULE, ticks: 5 }),
-      Plot.rectY(some, { className: "bar", x1: "above", x2: "to", y: "accuracy", insetLeft: 1, insetRight: 1, fill: "var(--cell)", fillOpacity: (bin) => 0.35 + (0.65 * bin.images) / most }),
-      Plot.line([[0, 0], [1, 1]], { stroke: "var(--soft)", strokeDasharray: "4 4" }),
-      Plot.ruleX(some, Plot.pointerX({ className: "guide", ariaHidden: "true", x: middle, stroke: "var(--line)", strokeDasharray: "2 3", maxRadius: Infinity })),
+      Plot.gridY({ ...GRID_LINE, ticks: 5 }),
+      Plot.rectY(filledBins, barOptions),
+      Plot.line(diagonal, { stroke: "var(--soft)", strokeDasharray: "4 4" }),
+      Plot.ruleX(filledBins, Plot.pointerX({ ...GUIDE_LINE, x: middle })),
     ],
-  }, `${title}: ${some.map((bin) => `${share(bin.confidence)} confident, ${share(bin.accuracy)} right, ${bin.images} images`).join("; ")}`,
-  (bin) => [`${formatNumber(bin.images)} images`, [["var(--cell)", "confident on average", `${formatNumber(100 * bin.confidence, 1)} %`], ["var(--cell)", "right", `${formatNumber(100 * bin.accuracy, 1)} %`]]],
-  (scale) => some.map((bin) => [scale("x").apply(middle(bin)), width / 2]));
+  };
+  const texts = filledBins.map(
+    (bin) => `${formatShare(bin.confidence)} confident, ${formatShare(bin.accuracy)} right, ${bin.images} images`,
+  );
+  const describeBin = (bin) => [
+    `${formatNumber(bin.images)} images`,
+    [
+      ["var(--cell)", "confident on average", `${formatNumber(100 * bin.confidence, 1)} %`],
+      ["var(--cell)", "right", `${formatNumber(100 * bin.accuracy, 1)} %`],
+    ],
+  ];
+  return createChart(plotOptions, `${title}: ${texts.join("; ")}`, describeBin, (getScale) =>
+    filledBins.map((bin) => [getScale("x").apply(middle(bin)), width / 2]),
+  );
 }
