@@ -27,7 +27,7 @@ const STOPPED_MESSAGE = "halfmoon no longer runs: it was stopped in the terminal
 const CLASS_LETTERS = "abdefghijklopqrtvxy";
 const COMMAND_KEYS = "cmnsuwz+-/?=";
 
-/** Error of a request that the server refused, or could not answer. */
+/** Error of a request that the server refused, or to which it does not respond. */
 export class RequestError extends Error {
   /**
    * @param {number} status - HTTP status; 0 if the server does not respond.
@@ -142,7 +142,7 @@ export const normalizeKey = (event) => (event.key.length === 1 ? event.key.toLow
  * @param {function(string): boolean} handleKey - Receives the key ("undo" for Ctrl+Z), and returns whether it used it.
  */
 export function addKeyHandler(handleKey) {
-  // A select keeps the focus after a choice; without it the next key is a command again.
+  // A select keeps the focus after a choice; without it the next key is a command.
   document.addEventListener("change", (event) => event.target.blur());
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey && event.key.toLowerCase() === "z") {

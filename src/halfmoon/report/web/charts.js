@@ -403,7 +403,7 @@ function matrixChart(width, { matrix, classes, title }) {
   };
   return createChart(
     plotOptions,
-    `${title}: ${formatNumber(100 * correctShare, 1)} % lie on the diagonal.`,
+    `${title}: ${formatNumber(100 * correctShare, 1)} % are on the diagonal.`,
     ({ trueClass, predicted, count, share }) => {
       const value = `${formatNumber(count)} (${formatNumber(100 * share, 1)} %)`;
       return [`true: ${classes[trueClass]}`, [["", `predicted: ${classes[predicted]}`, value]]];

@@ -181,7 +181,7 @@ function hasChartData(line, name) {
   if (FINAL_STATE_CHARTS.includes(name)) {
     return Boolean(line[name]);
   }
-  // A chart that has only zeros says nothing.
+  // A chart of only zeros has no information.
   return name in line.series && line.series[name].high.some((value) => value !== 0);
 }
 
