@@ -11,7 +11,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from halfmoon.report.figures import GRAY, new_figure, save_figure, style_axes
-from halfmoon.report.frame import METRIC_NAMES, METRICS
+from halfmoon.report.metrics import METRIC_NAMES, METRICS
 from halfmoon.report.run_reader import StoredRun, dataset_name
 from halfmoon.report.styles import LineStyle, line_styles
 
@@ -109,7 +109,7 @@ def draw_metric(runs: Sequence[StoredRun], metric: str, axes: Axes) -> None:
 
     Args:
         runs: the runs. Those with one title are seeds of one method.
-        metric: a name in `halfmoon.report.frame.METRICS`.
+        metric: a name in `halfmoon.report.metrics.METRICS`.
         axes: the axes.
     """
     group, name, factor = METRICS[metric]  # where metrics.jsonl has it, and the factor by which it is shown

@@ -15,6 +15,7 @@ from halfmoon.methods import registry
 from halfmoon.report import frame, gather, study, tables
 from halfmoon.report.headline import write_headline
 from halfmoon.report.latex import escape_latex, format_latex
+from halfmoon.report.metrics import METRIC_NAMES, METRICS
 from halfmoon.report.paired import compare_methods
 from halfmoon.report.remarks import describe_gain, list_remarks
 from halfmoon.report.run_reader import StoredRun
@@ -143,7 +144,7 @@ class Results:
 
         Columns are run, method, seed, round, metric, value and unit. Metrics are accuracy (on test images),
         training_loss, pseudo_label_accuracy, used_share (of the unlabeled images), and others in
-        `halfmoon.report.frame.METRIC_NAMES`. Accuracies and shares have the unit "%"; megabytes_sent and seconds are
+        `halfmoon.report.metrics.METRIC_NAMES`. Accuracies and shares have the unit "%"; megabytes_sent and seconds are
         totals since the first round.
 
         Examples:
@@ -155,7 +156,7 @@ class Results:
         for run in self._stored_runs:
             origin = (run.path.name, str(run.options.get("method")), run.options.get("seed", 0))
             for number, metric, value in frame.iterate_points(run):
-                name, unit = frame.METRIC_NAMES[metric]
+                name, unit = METRIC_NAMES[metric]
                 rows.append((*origin, number, name, value, unit))
         return pd.DataFrame(rows, columns=["run", "method", "seed", "round", "metric", "value", "unit"])
 
@@ -207,16 +208,16 @@ class Results:
         return figure
 
     def _has_values(self, key: str) -> bool:
-        """Check whether a run has values of a metric of `frame.METRICS`."""
-        group, name, _ = frame.METRICS[key]
+        """Check whether a run has values of a metric of `METRICS`."""
+        group, name, _ = METRICS[key]
         return any(run.series(group, name) for run in self._stored_runs)
 
     def _list_metrics(self) -> list[str]:
         """List the metrics by round that a run has."""
         names: list[str] = []
-        for key, (group, name, _) in frame.METRICS.items():
+        for key, (group, name, _) in METRICS.items():
             if any(run.series(group, name) for run in self._stored_runs):
-                names.append(frame.METRIC_NAMES[key][0])
+                names.append(METRIC_NAMES[key][0])
         return names
 
     def to_latex(self, path: Path | str | None = None) -> str:
@@ -377,11 +378,11 @@ def _write_text(text: str, path: Path | str | None) -> None:
 
 
 def _metric_key(name: str) -> str:
-    """Return the key in `frame.METRICS` of a metric's name in `to_frame`; keys themselves are accepted as well."""
-    keys = {frame.METRIC_NAMES[key][0]: key for key in frame.METRICS}
+    """Return the key in `METRICS` of a metric's name in `to_frame`; keys themselves are accepted as well."""
+    keys = {METRIC_NAMES[key][0]: key for key in METRICS}
     if name in keys:
         return keys[name]
-    if name not in frame.METRICS:
+    if name not in METRICS:
         raise UserError(f"there is no kind or metric {name!r}: {suggest(name, ['pseudo_labels', 'clients', *keys])}")
     return name
 

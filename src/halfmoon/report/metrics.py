@@ -1,0 +1,51 @@
+"""The metrics that reports show round by round. Imports neither pandas nor torch."""
+
+METRICS = {
+    "accuracy": ("test", "accuracy", 100.0),
+    "loss": ("train", "loss", 1.0),
+    "pseudo": ("pseudo", "accuracy", 100.0),
+    "above": ("pseudo", "accuracy_above", 100.0),
+    "share_above": ("pseudo", "share_above", 100.0),
+    "share_used": ("pseudo", "share_used", 100.0),
+    "auc_confidence": ("pseudo", "auc_confidence", 1.0),
+    "auc_weight": ("pseudo", "auc_weight", 1.0),
+    "weights_mean": ("train", "m", 1.0),
+    "weights_spread": ("train", "m_spread", 1.0),
+    "reward": ("train", "d", 1.0),
+    "js_app_u": ("prior", "js_app_u", 1.0),
+    "js_labeled": ("prior", "js_labeled", 1.0),
+    "local_js_app_u": ("clients", "local_js_app_u", 1.0),
+    "local_js_labeled": ("clients", "local_js_labeled", 1.0),
+    "global_js_app_u": ("clients", "global_js_app_u", 1.0),
+    "global_js_labeled": ("clients", "global_js_labeled", 1.0),
+    "epsilon": ("aggregation", "epsilon", 1.0),
+    "steps": ("cost", "labeled_steps", 1.0),
+    "forward": ("cost", "forward", 1.0),
+}
+"""Metrics by round: group and name in metrics.jsonl, and the factor by which a report shows them."""
+
+METRIC_NAMES = {
+    "accuracy": ("accuracy", "%"),
+    "loss": ("training_loss", ""),
+    "pseudo": ("pseudo_label_accuracy", "%"),
+    "above": ("confident_pseudo_label_accuracy", "%"),
+    "share_above": ("confident_share", "%"),
+    "share_used": ("used_share", "%"),
+    "auc_confidence": ("auc_of_confidence", ""),
+    "auc_weight": ("auc_of_weight", ""),
+    "weights_mean": ("weight_mean", ""),
+    "weights_spread": ("weight_spread", ""),
+    "reward": ("reward", ""),
+    "js_app_u": ("js_divergence_unlabeled", ""),
+    "js_labeled": ("js_divergence_labeled", ""),
+    "local_js_app_u": ("local_js_divergence_unlabeled", ""),
+    "local_js_labeled": ("local_js_divergence_labeled", ""),
+    "global_js_app_u": ("global_js_divergence_unlabeled", ""),
+    "global_js_labeled": ("global_js_divergence_labeled", ""),
+    "epsilon": ("epsilon", ""),
+    "steps": ("labeled_steps", "steps"),
+    "forward": ("forward_passes", "images"),
+    "megabytes": ("megabytes_sent", "MB"),
+    "seconds": ("seconds", "s"),
+}
+"""Name and unit of each metric in the data frames of Python; the keys are those of `METRICS` and of `iterate_points`."""
