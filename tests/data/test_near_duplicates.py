@@ -60,6 +60,22 @@ def test_noise_constant_and_tiny_images_are_no_near_duplicates() -> None:
         assert len(find_near_duplicates([images], hash_pixels(images))) == 0
 
 
+def test_the_same_images_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is searched when it is divided into train and test, and again when its copies are grouped."""
+    pictures = make_pictures(6, seed=7)
+    images = np.stack([np.asarray(picture) for picture in [*pictures, COPIES["smaller"](pictures[4])]])
+    comparisons: list[int] = []
+    compare = near_duplicates._compare_images
+    monkeypatch.setattr(near_duplicates, "_compare_images", lambda *images: comparisons.append(1) or compare(*images))
+    first = find_near_duplicates([images[:4], images[4:]], hash_pixels(images))
+    first[:] = -1  # a caller's change has no effect on the next result
+    assert find_near_duplicates([images[:5], images[5:]], hash_pixels(images)).tolist() == [[4, 6]]
+    assert len(comparisons) == 1
+    other_order = images[::-1]
+    assert find_near_duplicates([other_order], hash_pixels(other_order)).tolist() == [[0, 2]]
+    assert len(comparisons) == 2
+
+
 def test_near_duplicates_are_joined_unless_they_are_many() -> None:
     hashes = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"h", b"i", b"j", b"k", b"l", b"m", b"n", b"o"]
     pairs = np.array([[0, 1], [1, 2]])
@@ -106,6 +122,7 @@ def test_frames_of_a_video_are_counted_without_comparing_all_pairs(monkeypatch: 
     assert len(np.unique(pairs)) == 300
     assert (pairs[:, 0] < pairs[:, 1]).all()
     monkeypatch.setattr(near_duplicates, "MAX_PAIRS_PER_IMAGE", 1000)
+    near_duplicates._LAST_PAIRS.clear()
     every_pair = find_near_duplicates([frames], hashes)
     assert len(every_pair) > 40_000
     assert set(map(tuple, pairs.tolist())) <= set(map(tuple, every_pair.tolist()))

@@ -41,6 +41,9 @@ MAX_PAIRS_PER_IMAGE = 20
 NEAREST_CANDIDATES = 5
 """The number of these nearest candidates."""
 
+_LAST_PAIRS: dict[tuple[tuple[int, ...], tuple[bytes, ...]], np.ndarray] = {}
+"""The pairs of the images that were compared last, by the shape and the hashes of all of them."""
+
 MAX_SHARE = 0.2
 """Share of near-duplicates among all images above which they are rather frames of one video, and are not grouped."""
 
@@ -55,9 +58,20 @@ def find_near_duplicates(parts: Sequence[np.ndarray], hashes: Sequence[bytes]) -
     Returns:
         The numbers of the images of each pair, int64 (P, 2), the smaller one first.
     """
-    none = np.empty((0, 2), np.int64)
     if any(min(images.shape[1:3]) < MIN_SIDE for images in parts) or sum(map(len, parts)) < 2:
-        return none
+        return np.empty((0, 2), np.int64)
+    # A folder is searched when it is divided, and again when copies are grouped: usually the same images in one order.
+    key = (parts[0].shape[1:], tuple(hashes))
+    pairs = _LAST_PAIRS.get(key)
+    if pairs is None:
+        pairs = _compare_images(parts, hashes)
+        _LAST_PAIRS.clear()
+        _LAST_PAIRS[key] = pairs
+    return pairs.copy()
+
+
+def _compare_images(parts: Sequence[np.ndarray], hashes: Sequence[bytes]) -> np.ndarray:
+    """Find pairs of near-duplicates among two or more images with `MIN_SIDE` pixels or more, as `find_near_duplicates`."""
     from scipy.fft import dctn  # slow to import
     from scipy.spatial import KDTree
 
@@ -69,7 +83,7 @@ def find_near_duplicates(parts: Sequence[np.ndarray], hashes: Sequence[bytes]) -
     first_of = {image_hash: row for row, image_hash in reversed([*enumerate(hashes)])}
     rows = np.array([row for row in sorted(first_of.values()) if contrasts[row] >= MIN_CONTRAST], np.int64)
     if len(rows) < 2:
-        return none
+        return np.empty((0, 2), np.int64)
     units = thumbnails[rows] / lengths[rows, None, None]
     # The transform preserves distances, so those of the lowest frequencies are lower bounds of the whole distance.
     spectra = np.asarray(dctn(units, axes=(1, 2), norm="ortho"))
