@@ -4,6 +4,7 @@ import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +15,28 @@ from torch import Tensor, nn
 import halfmoon
 from halfmoon import Config, UserError
 from halfmoon.aggregation.privacy.accounting import compute_epsilon
-from halfmoon.api.types import Task
+from halfmoon.api.types import ClientData, Task
 from halfmoon.core import tree
 from halfmoon.core.optim import Adam
+from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset
-from halfmoon.federation.contract.small_federation import make_simulation, run_rounds, start_server
+from halfmoon.engine.simulation import SharedAverages
+from halfmoon.federation.contract.small_federation import Snapshot, make_simulation, run_rounds, start_server
+from halfmoon.methods import analytic
 from halfmoon.methods.analytic import (
+    MeanSums,
     MixtureHead,
+    MomentSums,
     RidgeHead,
+    SumsUpdate,
     eigen_decomposition,
     estimate_log_shares,
     positive_definite,
     solve_linear,
+    sum_outer_products,
+    symmetric_matrix,
 )
 from halfmoon.models.efficientnet import CenteredLinear
 from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head, fine_tune
@@ -157,6 +166,62 @@ def solved(method: RidgeHead, name: str, rounds: int, cohort: int | None = None)
     shared = Task(head_network(), Adam(1e-3), FirstView((0.0,), (1.0,)), rounds=rounds)
     simulation = make_simulation(method, shared, held, cohort=cohort or count)
     return run_rounds(method, simulation, start_server(method, shared), range(rounds))[-1].server["head"]
+
+
+def test_sums_of_outer_products_are_those_of_the_whole_matrix() -> None:
+    vectors = torch.randn(7, 2 * analytic.TRIANGLE_BLOCK + 3, dtype=torch.float64)
+    side = vectors.shape[1]
+    whole = vectors.T @ vectors
+    rows, columns = torch.triu_indices(side, side)
+    upper = sum_outer_products(vectors)
+    torch.testing.assert_close(upper, whole[rows, columns])
+    matrix = symmetric_matrix(upper, side)
+    assert torch.equal(matrix, matrix.T)
+    assert torch.equal(matrix[rows, columns], upper)
+
+
+def test_heads_of_one_comparison_share_their_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second head computes no mean and no moments; its head, its cost and its responders are those without sharing.
+
+    Other images at the clients and another seed's head share nothing.
+    """
+    f, y, labeled = data()
+    images = Examples(torch.from_numpy(f)[:, None, None], torch.from_numpy(y))
+    held = FederatedDataset(images, Split(np.arange(ROWS) % 5, labeled, 5))
+    task = Task(head_network(), Adam(1e-3), FirstView((0.0,), (1.0,)), rounds=1)
+    queries: list[str] = []
+    for update in (MeanSums, MomentSums):
+        original = update.sums
+
+        def count(self: SumsUpdate, broadcast: Tree, data: ClientData, original: Any = original) -> Tree:
+            if len(data.x) + len(data.u):
+                queries.append(type(self).__name__)
+            return original(self, broadcast, data)
+
+        monkeypatch.setattr(update, "sums", count)
+
+    def run_ridge_head(averages: SharedAverages | None, dataset: FederatedDataset, seed: int = 0) -> Snapshot:
+        method = RidgeHead()
+        simulation = make_simulation(method, task, dataset, cohort=5, shared_averages=averages)
+        (snapshot,) = run_rounds(method, simulation, start_server(method, task, seed), range(1))
+        assert simulation.responders.tolist() == [0, 1, 2, 3, 4]
+        return snapshot
+
+    alone = run_ridge_head(None, held)
+    averages = SharedAverages()
+    mixture = MixtureHead(directions=8)
+    simulation = make_simulation(mixture, task, held, cohort=5, shared_averages=averages)
+    run_rounds(mixture, simulation, start_server(mixture, task), range(1))
+    queries.clear()
+    shared = run_ridge_head(averages, held)
+    assert not queries
+    assert torch.equal(shared.server["head"]["weight"], alone.server["head"]["weight"])
+    assert shared.report.cost == alone.report.cost
+    run_ridge_head(averages, replace(held, reuse_labeled=True))
+    assert queries.count("MomentSums") == 5
+    queries.clear()
+    run_ridge_head(averages, held, seed=1)
+    assert queries.count("MomentSums") == 5
 
 
 SPLITS = ("1", "2", "10", "200", "class", "classes", "some", "server", "sizes")

@@ -255,6 +255,11 @@ class ClientUpdate:
     max_norm_ratio: ClassVar[float] = float("inf")
     """Largest norm of an upload in medians of the cohort's, if it is below the bound of the server's operator."""
 
+    is_shared: ClassVar[bool] = False
+    """Whether simulated runs of one comparison share its average where they send the same broadcast.
+
+    Its uploads must depend on the broadcast and the images only, and clients must store nothing."""
+
     @property
     def requirements(self) -> UpdateRequirements:
         """Data that the update needs from the engine; by default labeled images only."""

@@ -394,15 +394,7 @@ class ServerRuntime(ABC):
         self._query += 1
         precision = client_update.task.upload_precision
         for client, result in self.trainer.train(context, clients, broadcast, per_client):
-            if client != SERVER:
-                self.cost.stored_client = max(self.cost.stored_client, result.memory_bytes)
-            for name, sample in result.samples.items():
-                self._samples[name] = add_metrics(self._samples.get(name), sample)
-            passes = client_update.passes(result.amount.labeled, result.amount.unlabeled)
-            self.cost.add(result.amount, passes, result.images_outside_steps)
-            bytes_down, bytes_up = result.traffic
-            self.cost.bytes_down += bytes_down
-            self.cost.bytes_up += bytes_up
+            self._count_result(client_update, client, result)
             if precision != "float32" and client != SERVER:
                 received = {**broadcast, **tree.index(per_client, clients.index(client))}
                 result = result._replace(upload=decompress_upload(result.upload, received, precision))
@@ -410,6 +402,18 @@ class ServerRuntime(ABC):
             yield client, result
             del result  # free the upload before the next client trains
             release_memory(tree.nbytes(broadcast))
+
+    def _count_result(self, client_update: ClientUpdate, client: int, result: ClientResult) -> None:
+        """Count the cost and the metrics of a client's result."""
+        if client != SERVER:
+            self.cost.stored_client = max(self.cost.stored_client, result.memory_bytes)
+        for name, sample in result.samples.items():
+            self._samples[name] = add_metrics(self._samples.get(name), sample)
+        passes = client_update.passes(result.amount.labeled, result.amount.unlabeled)
+        self.cost.add(result.amount, passes, result.images_outside_steps)
+        bytes_down, bytes_up = result.traffic
+        self.cost.bytes_down += bytes_down
+        self.cost.bytes_up += bytes_up
 
     def _on_upload(self, client: int, broadcast: Tree, upload: Upload) -> None:
         """Observe the upload of a client before it is aggregated."""

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from halfmoon.aggregation import Aggregator
-from halfmoon.api.types import Method, StateStore, Task
+from halfmoon.api.types import ClientUpdate, Method, StateStore, Task
 from halfmoon.api.uploads import Upload
-from halfmoon.core import rng
+from halfmoon.core import rng, tree
 from halfmoon.core.tensors import tensor_from_numpy, to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
+from halfmoon.engine.driver import ClientResult
 from halfmoon.engine.evaluation import Quality, compute_mean_prediction, prediction_bias
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.runtime import RoundReport, Row, RuntimeSettings, ServerRuntime, read_all
@@ -21,6 +23,47 @@ from halfmoon.storage.state_store import StateView, TreeStore
 
 MAX_BIAS_IMAGES = 2_000
 """Largest number of unlabeled images on which a model's bias is measured: a share's standard error is below 0.0112."""
+
+
+class _SharedAverage(NamedTuple):
+    """The average of a client update, for a later run that would compute the same.
+
+    Attributes:
+        conditions: what the uploads depend on besides the broadcast and the images.
+        broadcast: what the clients received.
+        mean: their average.
+        results: each client's result, without its upload, to count its cost.
+    """
+
+    conditions: tuple[object, ...]
+    broadcast: Tree
+    mean: Upload
+    results: list[tuple[int, ClientResult]]
+
+
+class SharedAverages:
+    """The last average of each client update with `ClientUpdate.is_shared`, of runs on the same images and split."""
+
+    def __init__(self) -> None:
+        self._averages: dict[type[ClientUpdate], _SharedAverage] = {}
+
+    def find(
+        self, client_update: ClientUpdate, conditions: tuple[object, ...], broadcast: Tree
+    ) -> _SharedAverage | None:
+        """Find the average of an update under these conditions; None if it was not computed last."""
+        average = self._averages.get(type(client_update))
+        if average is None or average.conditions != conditions:
+            return None
+        leaves = tree.flatten(broadcast)
+        shared_leaves = tree.flatten(average.broadcast)
+        is_same = leaves.keys() == shared_leaves.keys() and all(
+            torch.equal(leaf, shared_leaves[path]) for path, leaf in leaves.items()
+        )
+        return average if is_same else None
+
+    def store(self, client_update: ClientUpdate, average: _SharedAverage) -> None:
+        """Store an average in place of the last one of this update."""
+        self._averages[type(client_update)] = average
 
 
 class Simulation(ServerRuntime):
@@ -39,6 +82,7 @@ class Simulation(ServerRuntime):
         settings: RuntimeSettings,
         store: TreeStore | None = None,
         aggregators: Sequence[Aggregator] = (),
+        shared_averages: SharedAverages | None = None,
     ) -> None:
         """Build the simulated federation.
 
@@ -51,6 +95,7 @@ class Simulation(ServerRuntime):
             settings: seed, cohort size and further settings; clients and device are set from the dataset.
             store: stores the memories of clients and the server's state store; None: a new one.
             aggregators: through which uploads pass before the method gets them.
+            shared_averages: averages of other runs on the same images and split; None shares none.
         """
         device = dataset.train.labels.device
         settings = replace(settings, clients=dataset.clients, device=device)
@@ -61,6 +106,8 @@ class Simulation(ServerRuntime):
         self.trainer = self.local_clients
         self._executor = training.executor
         self._client_models: dict[int, Tree] = {}  # the latest models of some clients of this round
+        self._shared_averages = shared_averages
+        self._recorded_results: list[tuple[int, ClientResult]] | None = None
 
     @property
     def labeled(self) -> int:
@@ -79,6 +126,44 @@ class Simulation(ServerRuntime):
         """End the round and return its measurements, with the quality of its pseudo-labels."""
         quality = self.local_clients.quality
         return super().close()._replace(pseudo=None if quality is None else quality.row())
+
+    def average(self, client_update: str, broadcast: Tree) -> Upload:
+        update = self.client_updates[client_update]
+        shared = self._shared_averages
+        # Aggregators see each upload, and clients that drop out or store their models differ from run to run.
+        if (
+            shared is None
+            or not update.is_shared
+            or self.aggregators
+            or self.settings.client_dropout
+            or self.settings.client_models
+        ):
+            return super().average(client_update, broadcast)
+        dataset = self.dataset
+        conditions = (
+            (dataset.all_labels, dataset.pooled, dataset.reuse_labeled, dataset.label_flippers),
+            (self._stage, *to_ints(self.cohort)),
+            update.task.upload_precision,
+        )
+        shared_average = shared.find(update, conditions, broadcast)
+        if shared_average is None:
+            self._recorded_results = []
+            mean = super().average(client_update, broadcast)
+            shared.store(update, _SharedAverage(conditions, broadcast, mean, self._recorded_results))
+            self._recorded_results = None
+            return mean
+        self._query += 1
+        for client, result in shared_average.results:
+            self._count_result(update, client, result)
+        self.responders = torch.tensor([client for client, _ in shared_average.results], dtype=torch.int64)
+        self._remove_missing(self.cohort, len(shared_average.results), bytes_per_recipient=tree.nbytes(broadcast))
+        return shared_average.mean
+
+    def _count_result(self, client_update: ClientUpdate, client: int, result: ClientResult) -> None:
+        super()._count_result(client_update, client, result)
+        if self._recorded_results is not None:
+            without_tensors = result.upload._replace(update={}, aux={})
+            self._recorded_results.append((client, result._replace(upload=without_tensors)))
 
     def _new_quality(self) -> Quality:
         """Create empty counts of the quality of pseudo-labels."""

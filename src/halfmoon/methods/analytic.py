@@ -55,6 +55,12 @@ even than the shares."""
 TOLERANCE = 1e-6
 """Rounding error of a sum, for each image, that the server's checks of sums allow."""
 
+MIN_LENGTH = 1e-12
+"""Length below which a centered feature vector is not scaled to length 1."""
+
+TRIANGLE_BLOCK = 256
+"""Rows of a sum of outer products that are computed at once."""
+
 NO_SOLUTION = (
     "the head cannot be solved: the sites' sums are of no possible images, so at least one site's are wrong. The server "
     "checks each site's sums unless secure_aggregation or noise hides them: leave these out to find the site."
@@ -135,13 +141,12 @@ class SumsUpdate(ClientUpdate):
         features: list[Tensor] = []
         for chunk in split_into_chunks(images):
             # The backbone is frozen and includes its batch-normalization statistics: none are passed.
-            _, chunk_features = network.represent(broadcast["params"], stats={}, x=self.task.normalize(chunk))
-            features.append(chunk_features)
+            features.append(network.extract_features(broadcast["params"], stats={}, x=self.task.normalize(chunk)))
         # float64 from here on: sums of squares over all images are solved as a linear system.
         q = torch.cat(features).to(center.dtype)
         # A `LinearClassifier` has standardized vectors, of any sign, instead of non-negative features.
         if not isinstance(network, LinearClassifier):
-            q = q.clamp_min(0).sqrt()
+            q = q.clamp_min_(0).sqrt_()  # in place: `torch.cat` has copied the features
         return q
 
     def unit(self, broadcast: Tree, images: Tensor) -> Tensor:
@@ -153,7 +158,11 @@ class SumsUpdate(ClientUpdate):
     def center(self, q: Tensor, center: Tensor) -> Tensor:
         """Compute h (n, F) from q (n, F): subtract the center (F,), and scale features of images to length 1."""
         h = q - center
-        return h if isinstance(self.task.network, LinearClassifier) else F.normalize(h, dim=1)
+        if isinstance(self.task.network, LinearClassifier):
+            return h
+        # `F.normalize` in place: new memory takes longer than the arithmetic.
+        lengths = cast(Tensor, torch.linalg.vector_norm(h, dim=1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
+        return h.div_(lengths.clamp_min(MIN_LENGTH))
 
 
 @dataclass(frozen=True)
@@ -162,6 +171,7 @@ class MeanSums(SumsUpdate):
 
     # The sites' images differ, but their mean feature vectors have similar lengths: the networks are the same.
     max_norm_ratio: ClassVar[float] = 2.0
+    is_shared: ClassVar[bool] = True
 
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
         q = self.roots(broadcast, torch.cat([data.x, data.u]))
@@ -187,6 +197,8 @@ class MomentSums(SumsUpdate):
     Of the symmetric sums of h h', only the upper triangle is sent.
     """
 
+    is_shared: ClassVar[bool] = True
+
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
         """Compute the sums from which the server solves the head, float64.
 
@@ -204,14 +216,14 @@ class MomentSums(SumsUpdate):
         labeled_h = self.unit(broadcast, data.x)
         unlabeled_h = self.unit(broadcast, data.u)
         one_hot_labels = F.one_hot(data.y, self.task.network.classes).to(labeled_h.dtype)
-        labeled_second_moment = labeled_h.T @ labeled_h
+        label_hh = sum_outer_products(labeled_h)
         return {
             "count": (data.labeled + data.unlabeled).to(labeled_h.dtype),
             "h": labeled_h.sum(0) + unlabeled_h.sum(0),
-            "hh": upper_triangle(labeled_second_moment + unlabeled_h.T @ unlabeled_h),
+            "hh": sum_outer_products(unlabeled_h).add_(label_hh),
             "label_counts": one_hot_labels.sum(0),
             "label_h": labeled_h.sum(0),
-            "label_hh": upper_triangle(labeled_second_moment),
+            "label_hh": label_hh,
             "label_hy": labeled_h.T @ one_hot_labels,
         }
 
@@ -680,19 +692,23 @@ def principal_directions(second: Tensor, count: int) -> Tensor:
     return torch.as_tensor(vectors[:, ::-1].copy(), device=second.device)
 
 
-def upper_triangle(matrix: Tensor) -> Tensor:
-    """Extract the upper triangle of a matrix (F, F), row by row, (F (F + 1) / 2,)."""
-    # Slices of rows take a quarter of the time of indices, of which there would be F (F + 1).
-    return torch.cat([matrix[row, row:] for row in range(len(matrix))])
+def sum_outer_products(vectors: Tensor) -> Tensor:
+    """Sum the outer products of vectors (n, F) with themselves: the upper triangle, row by row, (F (F + 1) / 2,)."""
+    rows: list[Tensor] = []
+    # In blocks of rows, as the lower triangle is half of the work, and the whole matrix exceeds a processor's cache.
+    for start in range(0, vectors.shape[1], TRIANGLE_BLOCK):
+        block = vectors[:, start : start + TRIANGLE_BLOCK].T @ vectors[:, start:]
+        rows += [row[number:] for number, row in enumerate(block.unbind())]
+    return torch.cat(rows)
 
 
 def symmetric_matrix(upper: Tensor, side: int) -> Tensor:
     """Build the symmetric matrix (side, side) with this upper triangle."""
-    rows, columns = torch.triu_indices(side, side, device=upper.device)
     matrix = upper.new_zeros(side, side)
-    matrix[rows, columns] = upper
-    matrix[columns, rows] = upper
-    return matrix
+    # Row by row, without indices, of which there would be `side` (`side` + 1).
+    for number, row in enumerate(upper.split_with_sizes(list(range(side, 0, -1)))):
+        matrix[number, number:] = row
+    return matrix + matrix.triu(1).T
 
 
 def unit_spread(head: Tree, first: Tensor) -> Tree:

@@ -237,6 +237,10 @@ class Network(ABC):
         logits = self._run_layers(x, run)
         return logits, to_float32(run.inputs.get(self.head or "", logits))
 
+    def extract_features(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
+        """Compute the features of `represent` only; a network whose inputs are features need not compute logits."""
+        return self.represent(params, stats, x)[1]
+
 
 def check_sides(name: str, shape: tuple[int, int, int], multiple: int, minimum: int) -> None:
     """Check that height and width of images fit a network.

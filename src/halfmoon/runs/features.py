@@ -24,7 +24,7 @@ from torch import Tensor
 
 from halfmoon.api.types import Task
 from halfmoon.config.schema import Config, explicit_method_options
-from halfmoon.core import hubs, rng
+from halfmoon.core import hubs, rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.memory import retain_freed_memory
 from halfmoon.core.normalize import Normalize
@@ -198,7 +198,7 @@ def load_or_compute_features(
     digest = hashlib.sha256(recipe_text.encode())
     # In chunks, so that only one of them is copied from a GPU at a time.
     for image_chunk in images.split(4096):
-        digest.update(image_chunk.contiguous().cpu().numpy().tobytes())
+        digest.update(image_chunk.contiguous().cpu().numpy().data)
     path = folder / f"{digest.hexdigest()[:32]}.npy"
     try:
         if not _is_intact(path):
@@ -327,7 +327,7 @@ def _make_chunk_function(
     Features are the outputs of the frozen backbone, from which the head is trained.
 
     Args:
-        head: the network's head, which knows its backbone. Its random weights have no effect on features.
+        head: the network's head, which knows its backbone. Its weights have no effect on features.
         images: uint8 (N, C, H, W).
         augmentations: the augmentation of every view to compute by the view's name, in the order of the file.
         normalize: the normalization of pixels.
@@ -337,7 +337,11 @@ def _make_chunk_function(
         row because several chunks are computed at the same time.
     """
     retain_freed_memory()
-    extract_features = feature_function(*head.full_model(head.init(torch.Generator().manual_seed(0))))
+    with torch.device("meta"):
+        shapes = head.init(torch.Generator())
+    # Zeros, because random weights of the whole network would be drawn for a head that is not used.
+    model = tree.map(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), shapes)
+    extract_features = feature_function(*head.full_model(model))
     shape = (images.shape[1], images.shape[2], images.shape[3])
 
     def compute_chunk(start: int) -> tuple[int, np.ndarray]:
@@ -346,7 +350,7 @@ def _make_chunk_function(
         rows = torch.arange(start, start + CHUNK).clamp_max(len(images) - 1)
         pixels = images[rows.to(images.device)]
         # Random numbers are seeded by the pixels, so that an image has the same views at a site and in a simulation.
-        image_hashes = [hashlib.sha256(image.contiguous().cpu().numpy().tobytes()).hexdigest() for image in pixels]
+        image_hashes = [hashlib.sha256(image.contiguous().cpu().numpy().data).hexdigest() for image in pixels]
         view_features = []
         with torch.no_grad():
             for view, augmentation in augmentations.items():

@@ -40,7 +40,7 @@ from halfmoon.engine.executors.base import Executor
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import Experiment, Row, initial_model, run_rounds
 from halfmoon.engine.runtime import RuntimeSettings
-from halfmoon.engine.simulation import Simulation
+from halfmoon.engine.simulation import SharedAverages, Simulation
 from halfmoon.methods import registry
 from halfmoon.models.finetuned import training_summary
 from halfmoon.report.run_reader import check_finished
@@ -535,7 +535,8 @@ def _run_all(root: Path, jobs: Sequence[Job], problem: Problem | None, watch: Ca
                 for_processes[number] = job
     if len(jobs) > 1:
         watch = GroupedRuns(watch, root)
-    run_job = partial(_run_job, root, problem)
+    # Runs in other processes share nothing: the averages are those of this process.
+    run_job = partial(_run_job, root, problem, shared_averages=SharedAverages())
     # Both are empty if one process is enough.
     summaries, failures = run_in_processes(run_job, for_processes, jobs[0].config, watch)
     for number, job in enumerate(jobs):
@@ -604,7 +605,9 @@ def _iterate_training_images(problem: Problem) -> Iterator[np.ndarray]:
         yield images[row, top : top + height, left : left + width]
 
 
-def _run_job(root: Path, problem: Problem | None, job: Job, watch: Callback) -> Row:
+def _run_job(
+    root: Path, problem: Problem | None, job: Job, watch: Callback, shared_averages: SharedAverages | None = None
+) -> Row:
     """Train one job from its latest checkpoint, or from the start, to its end.
 
     Args:
@@ -612,6 +615,7 @@ def _run_job(root: Path, problem: Problem | None, job: Job, watch: Callback) -> 
         problem: the data of the job; None if it is finished.
         job: the job.
         watch: receives the run's events.
+        shared_averages: averages of other jobs with the same data.
 
     Returns:
         The summary, read from the folder if the job is finished.
@@ -657,7 +661,8 @@ def _run_job(root: Path, problem: Problem | None, job: Job, watch: Callback) -> 
             workers.open_executor(config) as executor,
             factory.apply_compute_settings(config, factory.count_threads(config)),
         ):
-            runtime = _build_simulation(config, problem, executor, _build_aggregators(config, problem, path))
+            aggregators = _build_aggregators(config, problem, path)
+            runtime = _build_simulation(config, problem, executor, aggregators, shared_averages)
             experiment = _build_experiment(config, problem, runtime, executor, watch)
             results = run_rounds(experiment, folder, checkpoint, lambda row: watch.round(run, row))
         summary = assembly.build_summary(config, {"setting": config.setting}, problem.source.classes, folder, results)
@@ -798,7 +803,11 @@ def _build_experiment(
 
 
 def _build_simulation(
-    config: Config, problem: Problem, executor: Executor, aggregators: Sequence[Aggregator]
+    config: Config,
+    problem: Problem,
+    executor: Executor,
+    aggregators: Sequence[Aggregator],
+    shared_averages: SharedAverages | None = None,
 ) -> Simulation:
     """Build the simulation of a configuration: its clients with their images, the method and the rules of a round.
 
@@ -807,6 +816,7 @@ def _build_simulation(
         problem: data, split, task, views and batch rule.
         executor: trains clients.
         aggregators: the stages that uploads pass before the method averages them.
+        shared_averages: averages of other runs with the same data.
     """
     entry = registry.entry(config.method)
     task = replace(problem.task, rounds=count_rounds(config))
@@ -849,4 +859,5 @@ def _build_simulation(
         runtime_settings,
         store=TreeStore(cap=config.memory_cap * 1_000_000),  # the memories of clients, in bytes
         aggregators=tuple(aggregators),
+        shared_averages=shared_averages,
     )

@@ -23,7 +23,7 @@ from halfmoon.engine.executors.vmap import VmapExecutor
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.runtime import RoundReport, RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
-from halfmoon.engine.simulation import Simulation
+from halfmoon.engine.simulation import SharedAverages, Simulation
 from halfmoon.models import Network, SmallCNN
 from halfmoon.storage.state_store import TreeStore
 
@@ -118,6 +118,7 @@ def make_simulation(
     executor: ExecutorName | Executor = "loop",
     store: TreeStore | None = None,
     aggregators: Sequence[Aggregator] = (),
+    shared_averages: SharedAverages | None = None,
     **settings: Any,
 ) -> Simulation:
     """Make a simulation of a small federation, by default of four clients of which three train in each round.
@@ -133,6 +134,7 @@ def make_simulation(
         executor: "loop" trains the clients one after the other, "vmap" all of a cohort as one group; or an executor.
         store: stores the memories of clients; None for a new one.
         aggregators: steps between the uploads and the method.
+        shared_averages: averages of other simulations of the same images and split.
         **settings: fields of `RuntimeSettings`.
     """
     training = Training(
@@ -151,6 +153,7 @@ def make_simulation(
         runtime_settings,
         store,
         aggregators,
+        shared_averages,
     )
 
 
