@@ -9,7 +9,7 @@ label: the mean that features are centered by, and the span in which the princip
 `DrawSolver` centers by the mean of a draw's training images, and its span is wider.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -42,7 +42,7 @@ class FoldSolver:
 
     Attributes:
         labels: int64 (N,), negative for an image that is never labeled.
-        vectors: the centered features in the basis, float64 (N, 1, 1, r).
+        vectors: the centered features in the basis, float64 (N, r).
         task: the task on these vectors.
     """
 
@@ -66,7 +66,7 @@ class FoldSolver:
         features = self._update.unit(self._server, data.images)
         # As many principal directions as the mixture head uses; together with the labeled images they suffice for all heads.
         self._basis = _common_basis(features, features[data.labels >= 0], method.directions)
-        self.vectors = (features @ self._basis)[:, None, None]
+        self.vectors = features @ self._basis
         self.task = _make_vector_task(task, self._basis.shape[1])
 
     def predict(self, method: Method, fold: Fold, images: Tensor | None = None) -> np.ndarray:
@@ -84,7 +84,7 @@ class FoldSolver:
             The predicted class of each image, int64 (n,).
         """
         head = _solve(method, self.task, _CenteredFederation(self._select_rows(fold)))
-        vectors = self.vectors[:, 0, 0]  # centered and projected features of all images, (N, r)
+        vectors = self.vectors
         if images is not None:
             vectors = self._update.unit(self._server, images) @ self._basis
         return cast(np.ndarray, _compute_logits(head, vectors).argmax(1).numpy())
@@ -157,7 +157,7 @@ class DrawSolver:
         # Both heads are combinations of the principal directions and of the labeled images.
         basis = improve_directions(train.float(), self._first_basis, directions)
         basis = torch.cat([basis, _span_outside(basis, train[:labeled_count])], 1)
-        vectors = (train @ basis)[:, None, None]
+        vectors = train @ basis
         data = ClientData(
             x=vectors[:labeled_count],
             y=self._data.labels[train_rows[:labeled_count]],
@@ -219,7 +219,9 @@ def _make_vector_task(task: Task, width: int) -> Task:
 
 def _solve(method: Method, task: Task, federation: "_CenteredFederation") -> Tree:
     """Run all rounds of a method in a federation of one client, and return its head, "weight" (K, r) and "bias" (K,)."""
-    federation.updates = method.client_updates(task)
+    updates = cast(Mapping[str, SumsUpdate], method.client_updates(task))
+    # The vectors are converted already: without this flag, each round would copy them several times.
+    federation.updates = {name: replace(update, precomputed=True) for name, update in updates.items()}
     server = method.start(task, task.network.init(rng.generator(0, "head")))
     for number in range(task.rounds):
         server = method.round(replace(task, round=number), server, cast(Federation, federation))
