@@ -1,13 +1,20 @@
 """Measure the time and memory of whole processes: start, large data sets, large models, and the labeling page.
 
     python benchmarks/resources.py start [--against FOLDER] [--turns 5]
+    python benchmarks/resources.py phases --data-dir DATA [--rounds 40] [--shrink 2]
     python benchmarks/resources.py images COUNT [--side 64] [--folder FOLDER]
     python benchmarks/resources.py model [--width 120] [--turns 2] [--rounds 5] [--methods fedavg fedavg-fixmatch]
+                                         [--statistics joint separate]
     python benchmarks/resources.py page [--side 8192] [--kinds KIND ...]
 
 start: the time until `halfmoon --help` has ended, and until `halfmoon run` takes its first step on digits. Seconds of the
 processor and of the clock, medians over turns; with `--against` another checkout takes turns, and the medians of the
 ratios within a turn are printed.
+
+phases: the processor time of loading and evaluation in a short run on CIFAR-10, twice: first with an empty cache of decoded
+images, then with it. The run is FedAvg + FixMatch like that of the scale "small" of `halfmoon sweep feddure-table1`, but it
+chooses the rounds that are evaluated. Loading includes the test images and the split, but no imports; evaluation includes
+that of training images for the model's bias.
 
 images: the start of a run on many images, the first time and from the cache. Writes a parquet data set of COUNT random PNG
 images of SIDE x SIDE RGB into FOLDER (a temporary one), then runs `halfmoon run` twice with one round of two clients of
@@ -19,7 +26,9 @@ the run folder. ResNet-9 on digits, padded to 16x16: rounds of 2 clients, 3 step
 in turns; peak resident memory and processor time are those of `os.wait4`. The time of a round is that of a run of
 `--rounds` rounds minus that of a run of one round, over the rounds between, so that it includes neither imports nor the one
 evaluation after the last round. The plain loop has a global and a local network, gradients and Adam, a sum of the updates,
-and a `torch.save` of the model each round; its unlabeled images are the same digits with noise.
+and a `torch.save` of the model each round; its unlabeled images are the same digits with noise. It passes the same groups of
+images through the network as halfmoon: with FixMatch and `joint` statistics labeled, weak and strong images together, with
+`separate` statistics each group by itself, the weak images without gradients. FedAvg has one group of images.
 
 page: the labeling page under 40 concurrent requests for one large image of random blocks, every other one for its preview.
 The peak is that of the process of `halfmoon site label` (VmHWM of /proc, MB).
@@ -104,6 +113,60 @@ def measure_start(options: argparse.Namespace) -> None:
         else:
             cells += ["", ""]
         print(f"| {name} | {' | '.join(cells)} |")
+
+
+# phases
+
+TIMED_RUN = """\
+import json, sys, time
+from halfmoon.cli.main import main
+from halfmoon.engine.loop import _Run
+from halfmoon.runs import factory
+
+seconds = {"loading": 0.0, "evaluation": 0.0}
+
+def time_calls(owner, name, phase):
+    function = getattr(owner, name)
+    def timed(*arguments, **options):
+        start = time.process_time()
+        try:
+            return function(*arguments, **options)
+        finally:
+            seconds[phase] += time.process_time() - start
+    setattr(owner, name, timed)
+
+time_calls(factory, "build_problem", "loading")
+time_calls(_Run, "evaluate", "evaluation")
+code = main(sys.argv[1:])
+print(json.dumps({**seconds, "all": time.process_time()}))
+sys.exit(code)
+"""
+"""A program that runs a command and prints the processor seconds of its phases in the last line."""
+
+
+def measure_phases(options: argparse.Namespace) -> None:
+    """Print a row for the first and for the second start."""
+    print("| start | all, s | loading, s | evaluation, s | loading and evaluation, share |\n|---|--:|--:|--:|--:|")
+    with tempfile.TemporaryDirectory() as name:
+        for start in ("first", "second"):
+            arguments = {
+                "data": "cifar10", "data-dir": options.data_dir, "method": "fedavg-fixmatch", "setting": "dir-dir",
+                "network": "small", "width": 16, "shrink": options.shrink, "clients": 20, "cohort": 5,
+                "labels-per-class": 2, "rounds": options.rounds, "steps": 20, "unlabeled-batch": 50,
+                "threads": 1, "device": "cpu", "lr": 1e-3, "workers": 1,
+                "cache": Path(name, "cache"), "run-dir": Path(name, start),
+            }  # fmt: skip
+            flags = [flag for key, value in arguments.items() for flag in (f"--{key}", str(value))]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-c", TIMED_RUN, "run", *flags]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            if done.returncode:
+                sys.exit(done.stdout + done.stderr)
+            seconds = json.loads(done.stdout.splitlines()[-1])
+            loading = seconds["loading"]
+            evaluation = seconds["evaluation"]
+            share = (loading + evaluation) / seconds["all"]
+            print(f"| {start} | {seconds['all']:.1f} | {loading:.1f} | {evaluation:.1f} | {share:.0%} |", flush=True)
 
 
 # images
@@ -205,7 +268,7 @@ class ProcessCost(NamedTuple):
     files: float
 
 
-def run_plain_loop(method: str, width: int, rounds: int, folder: Path) -> None:
+def run_plain_loop(method: str, statistics: str, width: int, rounds: int, folder: Path) -> None:
     """Train in a plain loop, with the `torch.nn` network of the tests."""
     sys.path.insert(0, str(ROOT / "tests/support"))
     import copy
@@ -229,13 +292,22 @@ def run_plain_loop(method: str, width: int, rounds: int, folder: Path) -> None:
             optimizer = torch.optim.Adam(local.parameters(), 1e-3)
             for _ in range(STEPS):
                 rows = torch.randint(0, len(labels), (LABELED,))
+                x = images[rows]
                 optimizer.zero_grad()
-                loss = F.cross_entropy(local(images[rows]), labels[rows])
-                if method == "fedavg-fixmatch":
+                if method == "fedavg":
+                    loss = F.cross_entropy(local(x), labels[rows])
+                else:
                     u = images[torch.randint(0, len(labels), (UNLABELED,))]
-                    with torch.no_grad():
-                        confidence, pseudo = local(u).softmax(1).max(1)
-                    strong = local(u + 0.1 * torch.randn_like(u))
+                    changed = u + 0.1 * torch.randn_like(u)
+                    if statistics == "joint":
+                        labeled, weak, strong = local(torch.cat([x, u, changed])).split([LABELED, UNLABELED, UNLABELED])
+                    else:
+                        with torch.no_grad():
+                            weak = local(u)
+                        labeled = local(x)
+                        strong = local(changed)
+                    confidence, pseudo = weak.detach().softmax(1).max(1)
+                    loss = F.cross_entropy(labeled, labels[rows])
                     loss = loss + ((confidence > 0.95) * F.cross_entropy(strong, pseudo, reduction="none")).mean()
                 loss.backward()
                 optimizer.step()
@@ -251,12 +323,12 @@ def run_plain_loop(method: str, width: int, rounds: int, folder: Path) -> None:
         print((predicted == labels[-360:]).float().mean().item())
 
 
-def halfmoon_command(method: str, width: int, rounds: int, folder: Path) -> list[str]:
+def halfmoon_command(method: str, statistics: str, width: int, rounds: int, folder: Path) -> list[str]:
     """Return the command of the same training with halfmoon."""
     arguments = {
         "method": method, "network": "resnet9", "width": width, "clients": CLIENTS, "cohort": CLIENTS, "rounds": rounds,
         "steps": STEPS, "threads": 1, "device": "cpu", "labeled-batch": LABELED, "unlabeled-batch": UNLABELED,
-        "evaluate-every": rounds, "run-dir": folder / "run",
+        "statistics": statistics, "evaluate-every": rounds, "run-dir": folder / "run",
     }  # fmt: skip
     flags = [flag for name, value in arguments.items() for flag in (f"--{name}", str(value))]
     return [sys.executable, "-m", "halfmoon", "run", *flags]
@@ -274,7 +346,7 @@ def run_process(command: list[str], folder: Path) -> ProcessCost:
     return ProcessCost(usage.ru_maxrss * 1024 / 1e6, usage.ru_utime + usage.ru_stime, files / 1e6)
 
 
-def run_both(method: str, width: int, rounds: int) -> tuple[ProcessCost, ProcessCost]:
+def run_both(method: str, statistics: str, width: int, rounds: int) -> tuple[ProcessCost, ProcessCost]:
     """Run the plain loop and halfmoon, one after the other, in new folders."""
     with tempfile.TemporaryDirectory() as name:
         plain = Path(name, "plain")
@@ -282,26 +354,27 @@ def run_both(method: str, width: int, rounds: int) -> tuple[ProcessCost, Process
         plain.mkdir()
         run.mkdir()
         command = [sys.executable, __file__, "model", "--plain", str(plain), "--methods", method]
-        command += ["--width", str(width), "--rounds", str(rounds)]
-        return run_process(command, plain), run_process(halfmoon_command(method, width, rounds, run), run)
+        command += ["--statistics", statistics, "--width", str(width), "--rounds", str(rounds)]
+        return run_process(command, plain), run_process(halfmoon_command(method, statistics, width, rounds, run), run)
 
 
 def measure_model(options: argparse.Namespace) -> None:
     """Print the table of both loops."""
     if options.plain:
-        run_plain_loop(options.methods[0], options.width, options.rounds, options.plain)
+        run_plain_loop(options.methods[0], options.statistics[0], options.width, options.rounds, options.plain)
         return
-    print(
-        "| method | plain, MB | halfmoon, MB | ratio | plain, s a round | halfmoon, s a round | ratio | run folder, MB |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for method in options.methods:
+    print("| method | statistics | plain, MB | halfmoon, MB | ratio ", end="")
+    print("| plain, s a round | halfmoon, s a round | ratio | run folder, MB |\n|---|---|" + "---|" * 7)
+    # With one group of images a step, both statistics are the same.
+    cases = [(method, each) for method in options.methods for each in options.statistics]
+    cases = [(method, each) for method, each in cases if method != "fedavg" or each == options.statistics[0]]
+    for method, statistics_rule in cases:
         memory: list[tuple[float, float]] = []
         seconds: list[tuple[float, float]] = []
         files: list[float] = []
         for _ in range(options.turns):
-            plain_first, first = run_both(method, options.width, 1)
-            plain, run = run_both(method, options.width, options.rounds)
+            plain_first, first = run_both(method, statistics_rule, options.width, 1)
+            plain, run = run_both(method, statistics_rule, options.width, options.rounds)
             memory.append((plain.memory, run.memory))
             between = options.rounds - 1
             seconds.append(((plain.seconds - plain_first.seconds) / between, (run.seconds - first.seconds) / between))
@@ -310,7 +383,7 @@ def measure_model(options: argparse.Namespace) -> None:
         for pairs, form in ((memory, ",.0f"), (seconds, ".2f")):
             cells += [format(statistics.median(values), form) for values in zip(*pairs, strict=True)]
             cells.append(f"{statistics.median(mine / theirs for theirs, mine in pairs):.2f}")
-        print(f"| {method} | {' | '.join(cells)} | {statistics.median(files):,.0f} |", flush=True)
+        print(f"| {method} | {statistics_rule} | {' | '.join(cells)} | {statistics.median(files):,.0f} |", flush=True)
 
 
 # page
@@ -421,6 +494,11 @@ def main() -> None:
     start.set_defaults(measure=measure_start)
     start.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
     start.add_argument("--turns", type=int, default=5)
+    phases = commands.add_parser("phases")
+    phases.set_defaults(measure=measure_phases)
+    phases.add_argument("--data-dir", type=Path, required=True)
+    phases.add_argument("--rounds", type=int, default=40)
+    phases.add_argument("--shrink", type=int, default=2)
     images = commands.add_parser("images")
     images.set_defaults(measure=measure_images)
     images.add_argument("count", type=int)
@@ -432,6 +510,7 @@ def main() -> None:
     model.add_argument("--turns", type=int, default=2)
     model.add_argument("--rounds", type=int, default=5)
     model.add_argument("--methods", nargs="+", default=["fedavg", "fedavg-fixmatch"])
+    model.add_argument("--statistics", nargs="+", choices=["joint", "separate"], default=["joint"])
     model.add_argument("--plain", type=Path, metavar="FOLDER", help="run the plain loop in this process")
     page = commands.add_parser("page")
     page.set_defaults(measure=measure_page)
