@@ -18,6 +18,18 @@ nox.options.reuse_venv = "yes"
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 """Python versions with which hosted CI runs `.ci/run`."""
 
+FLOWER_VERSIONS = ["1.41.0", "1.42.0"]
+"""The oldest and the newest version of Flower that halfmoon supports; `VERSIONS` of `federation.transport.internals`."""
+
+FLOWER_TESTS = (
+    "tests/federation/test_flower_internals.py",
+    "tests/federation/test_flower_launch.py",
+    "tests/federation/test_delivery.py",
+    "tests/federation/test_polling.py",
+    "tests/federation/test_federation_restarts.py",
+)
+"""Tests of all that uses private names of Flower, with federations of real processes."""
+
 FAST = (
     "tests/test_layout.py",
     "tests/config",
@@ -81,6 +93,15 @@ def run_other_checks(session: nox.Session, folder: str) -> None:
     quick = {"HALFMOON_EXAMPLES": "quick"}  # with this variable the examples' runs have two rounds
     session.run("mkdocs", "build", "--strict", "--quiet", "--site-dir", f"{folder}/site", silent=True, env=quick)
     session.run("halfmoon", "run", "--rounds", "2", "--run-dir", f"{folder}/run", silent=True)
+
+
+@nox.session
+@nox.parametrize("version", FLOWER_VERSIONS)
+def flower(session: nox.Session, version: str) -> None:
+    """Run the tests of federations with the oldest and with the newest version of Flower."""
+    install(session)
+    session.install(f"flwr[simulation]=={version}")
+    session.run("python", "-m", "pytest", *FLOWER_TESTS, *session.posargs)
 
 
 @nox.session

@@ -3,10 +3,12 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
@@ -28,6 +30,7 @@ from flwr.supercore.exit import ExitCode
 from flwr.supercore.inflatable.inflatable_object import get_object_tree, iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, inflate_object_from_contents
 from flwr.superlink.grid import http_grid
+from packaging.requirements import Requirement
 
 from halfmoon.federation.transport import internals
 from halfmoon.federation.transport.grid import GridTransport
@@ -96,6 +99,20 @@ def test_the_exit_code_of_another_version_is_known():
 def test_a_version_that_was_not_tried_is_seen():
     """The version that the other tests of this file hold for is among those that are written down."""
     assert VERSION in VERSIONS
+
+
+def test_the_oldest_and_the_newest_supported_version_are_tested_at_night():
+    root = Path(__file__).resolve().parents[2]
+    tested = ast.literal_eval(re.search(r"FLOWER_VERSIONS = (\[.*\])", (root / "noxfile.py").read_text())[1])
+    assert tuple(tested) == VERSIONS
+    extra = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["flower"]
+    supported = Requirement(extra[0]).specifier
+    assert all(version in supported for version in VERSIONS)
+    major, minor, _ = map(int, VERSIONS[0].split("."))
+    assert f"{major}.{minor - 1}.9" not in supported
+    major, minor, _ = map(int, VERSIONS[-1].split("."))
+    assert f"{major}.{minor + 1}.0" not in supported
+    assert "nox --session flower" in (root / ".github/workflows/ci.yml").read_text()
 
 
 def test_the_node_of_a_site_does_not_import_torch():
