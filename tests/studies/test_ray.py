@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -154,6 +155,7 @@ def test_a_task_asks_for_processors_and_a_gpu_by_its_device(monkeypatch: pytest.
 def test_what_is_printed_while_runs_are_played_is_no_result(recipe_file, monkeypatch, capsys):
     """Ray prints to stdout that a worker died, from a thread that lives until the cluster is left."""
     monkeypatch.chdir(recipe_file.parent)
+    monkeypatch.setenv("RAY_TMPDIR", str(recipe_file.parent))  # where no cluster was started before
     joined: list[dict[str, Any]] = []
 
     def ended(*_: Any, **__: Any) -> Any:
@@ -183,6 +185,7 @@ def test_no_ray_and_no_cluster_are_sentences(recipe_file, monkeypatch, capsys):
         raise ConnectionError(f"Could not find {given['address']}.\n  Check it")
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    monkeypatch.setattr(ray_cluster, "_accepts_connections", lambda address: True)
     assert cli.main(arguments) == 2
     assert capsys.readouterr().err == (
         "halfmoon: no Ray cluster responds at 10.0.0.1:6379 (Could not find 10.0.0.1:6379. Check it); start one with "
@@ -190,6 +193,38 @@ def test_no_ray_and_no_cluster_are_sentences(recipe_file, monkeypatch, capsys):
     )
     assert cli.main(["sweep", "mine.toml", "--ray-address", "10.0.0.1:6379"]) == 2
     assert capsys.readouterr().err == "halfmoon: --ray-address needs --engine ray.\n"
+
+
+def test_an_address_without_a_cluster_is_an_error_at_once(monkeypatch, recipe_file, capsys):
+    """Ray itself would retry for minutes."""
+    monkeypatch.chdir(recipe_file.parent)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=None))
+    for arguments, environment in ((["--ray-address", address], ""), ([], address)):
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+        assert cli.main(["sweep", "mine.toml", "--engine", "ray", *arguments]) == 2
+        assert capsys.readouterr().err.startswith(
+            f"halfmoon: no Ray cluster responds at {address} (no connection within"
+        )
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_new_cluster_starts_if_the_last_one_of_this_machine_was_killed(runs, monkeypatch, tmp_path):
+    """Ray's file with its address remains, and Ray would wait for it."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    joined: list[str | None] = []
+    fake = SimpleNamespace(is_initialized=lambda: False, init=lambda address, **_: joined.append(address))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray/ray_current_cluster").write_text(address)
+        if not runs:
+            server.close()
+        assert ray_cluster.connect_ray(fake, None)
+    assert joined == [None if runs else "local"]
 
 
 # On a cluster; these come last, as Ray prints to the stdout of whoever is connected

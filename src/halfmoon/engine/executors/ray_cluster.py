@@ -1,10 +1,15 @@
 """The executor that computes items on a Ray cluster: many machines and GPUs (extra `ray`)."""
 
 import math
+import os
+import re
+import socket
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfmoon.core.errors import UserError, install_command
@@ -13,6 +18,9 @@ from halfmoon.engine.executors.pools import PoolExecutor, call_packed, configure
 
 RAY_RESOURCE_STEPS = 10_000
 """Steps a unit in which Ray counts fractions of a resource."""
+
+CONNECT_SECONDS = 5.0
+"""Seconds that a machine of a cluster may take to accept a connection; Ray itself retries for many minutes."""
 
 RayNodes = Sequence[dict[str, Any]]
 """The machines of a cluster, as `ray.nodes` describes them."""
@@ -185,17 +193,52 @@ def connect_ray(ray: Any, address: str | None) -> bool:
     """
     if ray.is_initialized():
         return False
+    given = address or os.environ.get("RAY_ADDRESS") or None
+    if given is not None and not _accepts_connections(given):
+        raise _no_cluster_error(given, f"no connection within {CONNECT_SECONDS:g} s")
+    if given is None and (last := _last_cluster()) is not None and not _accepts_connections(last):
+        # Ray would wait for the cluster that was started here last, although it has ended.
+        address = "local"
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
-        location = f" at {address}" if address else ""
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"no Ray cluster responds{location} ({reason}); start one with ray start --head, or check {{ray_address}} and "
-            "RAY_ADDRESS.",
-            option="ray_address",
-        ) from error
+        raise _no_cluster_error(address, " ".join(str(error).split())) from error
     return True
+
+
+def _no_cluster_error(address: str | None, reason: str) -> UserError:
+    """Make the error that no cluster replies at an address; None for the cluster of this machine."""
+    location = f" at {address}" if address else ""
+    return UserError(
+        f"no Ray cluster responds{location} ({reason}); start one with ray start --head, or check {{ray_address}} and "
+        "RAY_ADDRESS.",
+        option="ray_address",
+    )
+
+
+def _accepts_connections(address: str) -> bool:
+    """Check whether a machine accepts connections at HOST:PORT; True for other kinds of addresses, such as "local"."""
+    found = re.fullmatch(r"\[?([^/\[\]]+)\]?:(\d+)", address)
+    if found is None:
+        return True
+    host, port = found.groups()
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError):  # OverflowError: the port is too large
+        return False
+    return True
+
+
+def _last_cluster() -> str | None:
+    """Return the address of the cluster that `ray start` made on this machine last; None if there was none.
+
+    Ray's file with this address remains when the cluster is killed.
+    """
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    try:
+        return (Path(folder) / "ray" / "ray_current_cluster").read_text().strip() or None
+    except OSError:
+        return None
 
 
 def _call_in_ray(threads: int, path: list[str], function: bytes, item: bytes) -> bytes:
