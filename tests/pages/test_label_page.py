@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browsers import needs_browser, open_page, press_keys, serve_app, wait_until
+from browsers import (
+    find_broken_words,
+    needs_browser,
+    open_page,
+    press_keys,
+    serve_app,
+    set_viewport,
+    tap,
+    wait_until,
+)
 from PIL import Image
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.support.ui import Select
@@ -322,6 +331,58 @@ def test_every_class_can_be_reached_on_a_phone(browser: Any, tmp_path: Path) -> 
         assert first["y"] - (stage["y"] + stage["height"]) < 60, "something is between the image and its classes"
 
 
+TWELVE = (
+    *["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"],
+    "pneumothorax small",
+    "atelectasis",
+)
+
+
+@pytest.fixture
+def twelve(tmp_path: Path) -> Path:
+    """A folder of 13 images and 12 classes, of which some have many labels and others few."""
+    for n in range(13):
+        Image.new("RGB", (16, 16), (10 * n, 90, 90)).save(tmp_path / f"{n:02}.png")
+    (tmp_path / "classes.txt").write_text("".join(f"{name}\n" for name in TWELVE))
+    return tmp_path
+
+
+def test_each_of_twelve_classes_labels_by_a_tap_on_a_phone(browser: Any, twelve: Path) -> None:
+    with serve_app(LabelPage(read_site(twelve), (), None, LabelOptions()).app()) as address:
+        open_page(browser, address, 390)
+        set_viewport(browser, 390, 844)
+        given = {}
+        for n, name in enumerate(TWELVE):
+            image = shown(browser)
+            tap(browser, browser.find_elements("css selector", "#class-buttons button")[n])
+            wait_until(lambda before=image: shown(browser) != before)
+            given[image] = name
+        assert read_labels(twelve) == given
+        assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 900)])
+def test_no_word_of_a_class_name_is_broken(browser: Any, twelve: Path, width: int, height: int) -> None:
+    for n in range(13, 40):
+        (twelve / f"{n}.png").hardlink_to(twelve / "00.png")
+    # The other classes have few labels, which takes room beside their names.
+    write_labels(twelve, *[LabelEdit(f"{n:02}.png", TWELVE[1]) for n in range(30)])
+    with serve_app(LabelPage(read_site(twelve), (), None, LabelOptions()).app()) as address:
+        open_page(browser, address, width)
+        set_viewport(browser, width, height)
+        assert len(browser.find_elements("css selector", "#class-buttons .rare")) == 11
+        assert find_broken_words(browser, TWELVE) == []
+        press_keys(browser, "w", "x", "a")  # all images on the screen are selected
+        wait_until(lambda: browser.find_element("id", "bulk-class-buttons").is_displayed())
+        assert find_broken_words(browser, TWELVE) == []
+        style = "document.getElementById('bulk-class-buttons').style"
+        browser.execute_script(
+            f"{style}.gridTemplateColumns = 'repeat(6, 60px)'; {style}.setProperty('width', '390px')"
+        )
+        browser.execute_script("document.querySelectorAll('.name').forEach((each) => { each.style.maxWidth = '60px' })")
+        assert "pneumothorax" in find_broken_words(browser, TWELVE), "a broken word is noticed"
+
+
 def test_unreadable_images_are_last(browser: Any, tmp_path: Path) -> None:
     """Whatever image is first in the random order, one of the readable ones is shown."""
     for n in range(4):
@@ -331,6 +392,10 @@ def test_unreadable_images_are_last(browser: Any, tmp_path: Path) -> None:
     with serve_app(LabelPage(read_site(tmp_path), (), None, LabelOptions()).app()) as address:
         open_page(browser, address)
         wait_until(lambda: shown(browser) == "9.png")
+        press_keys(browser, "w")
+        first = "return document.querySelector('#image-grid .cell[data-position=\"0\"]')?.title ?? ''"
+        wait_until(lambda: browser.execute_script(first).startswith("9.png"))
+        press_keys(browser, "w")
         pressed(browser, "1")
         assert browser.find_element("css selector", "#stage.unreadable").is_displayed()
     browser.get_log("browser")
@@ -357,6 +422,13 @@ def test_radiographs_have_a_dark_surround_and_captions_without_identifiers(brows
         assert set(seen) == {"study 1, series 3, image 14 (IM01)", "z.png"}
         assert seen["study 1, series 3, image 14 (IM01)"] == "rgb(11, 13, 16)"
         assert seen["z.png"] != "rgb(11, 13, 16)"
+        fetch_again = (
+            "return Promise.all(performance.getEntriesByType('resource').filter((each) => each.initiatorType === 'fetch')"
+            ".map((each) => fetch(each.name).then((reply) => reply.text())))"
+        )
+        received = [*browser.execute_script(fetch_again), browser.page_source]
+        assert any("study 1" in text for text in received[:-1])
+        assert not any(identifier in text for text in received for identifier in ("1.2.77", "SECRET"))
 
 
 def test_captions_number_studies_and_leave_long_numbers_out(tmp_path: Path) -> None:

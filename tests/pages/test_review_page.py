@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browsers import needs_browser, open_page, press_keys, serve_app, wait_until
+from browsers import find_broken_words, needs_browser, open_page, press_keys, serve_app, wait_until
 from PIL import Image
 
 from halfmoon.core.errors import UserError
@@ -204,3 +204,46 @@ def test_selected_images_get_one_label_and_lose_it_at_once(browser: Any, page: s
     press_keys(browser, "u")
     wait_until(lambda: read_labels(tmp_path) == before)
     assert browser.get_log("browser") == []
+
+
+@needs_browser
+def test_no_word_of_a_class_name_is_broken(browser: Any, tmp_path: Path) -> None:
+    """On a phone: below selected images, of one image, and in the confusion matrix."""
+    names = ("automobile", "pneumothorax small", "atelectasis")
+    folder(tmp_path, "b.png,automobile\nc.png,atelectasis\n+a.png,atelectasis\n")
+    (tmp_path / "classes.txt").write_text("".join(f"{name}\n" for name in names))
+    store = open_folder_to_review(tmp_path, names)
+    with serve_app(ReviewPage("a model", store, through(classes=names)).app()) as address:
+        open_page(browser, address, 390)
+        wait_until(lambda: cells(browser))
+        press_keys(browser, "x", "a")
+        wait_until(lambda: browser.find_element("id", "bulk-labels").is_displayed())
+        assert find_broken_words(browser, names) == []
+        press_keys(browser, "\ue00c", "x")
+        browser.execute_script("document.querySelector('#image-grid .cell').focus()")
+        press_keys(browser, "\ue007")
+        wait_until(lambda: browser.find_element("id", "image-dialog").is_displayed())
+        assert find_broken_words(browser, names) == []
+        press_keys(browser, "\ue00c", "q")
+        wait_until(lambda: browser.find_elements("css selector", "#confusion button"))
+        assert find_broken_words(browser, names) == []
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+
+
+@needs_browser
+def test_radiographs_have_a_dark_surround_and_captions_without_identifiers(browser: Any, tmp_path: Path) -> None:
+    pytest.importorskip("pydicom")
+    from fuzz_targets import make_dicom_file
+
+    header = {"StudyInstanceUID": "1.2.77", "PatientName": "SECRET", "SeriesNumber": 3, "InstanceNumber": 14}
+    folder(tmp_path)
+    (tmp_path / "d.png").write_bytes(make_dicom_file(np.arange(64, dtype=np.uint16).reshape(8, 8), **header))
+    with serve_app(review(tmp_path).app()) as address:
+        open_page(browser, address)
+        wait_until(lambda: any("study 1, series 3, image 14" in each for each in cells(browser)))
+        browser.execute_script("document.querySelector('#image-grid .cell[title*=\"study 1\"]').focus()")
+        press_keys(browser, "\ue007")
+        wait_until(lambda: "study 1, series 3, image 14" in browser.find_element("id", "path").text)
+        color = "return getComputedStyle(document.getElementById('stage')).backgroundColor"
+        wait_until(lambda: browser.execute_script(color) == "rgb(11, 13, 16)")
+        assert not any(identifier in browser.page_source for identifier in ("1.2.77", "SECRET"))

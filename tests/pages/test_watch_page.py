@@ -404,6 +404,46 @@ def test_a_site_and_a_federation_are_shown(browser: Any, tmp_path: Path) -> None
 
 
 @needs_browser
+def test_accuracy_is_shown_only_of_sites_that_consent(browser: Any, tmp_path: Path) -> None:
+    """site-02 reports its accuracy, site-01 does not; where no site does, there is no column."""
+    record(tmp_path, *SERVER)
+    write_run(tmp_path / "run", 1, 0, finished=False, config="rounds = 20\n[federation]\n")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        row = {"round": 13, "evaluation": {"accuracy": 0.5, "by_site": {"site-02": 0.625}}}
+        file.write(json.dumps(row) + "\n")
+    table = "return [...document.querySelectorAll('#sites-table tr')].map((row) => [...row.children].map((each) => each.innerText.trim()))"
+    with serve_app(WatchPage(tmp_path).app()) as address:
+        open_page(browser, address)
+        head, *rows = browser.execute_script(table)
+        column = head.index("accuracy %")
+        assert {row[0]: row[column] for row in rows} == {"site-01": "\N{EN DASH}", "site-02": "62.50"}
+        assert browser.find_element("id", "consent-note").text == "Accuracy: only of sites that consent to report it."
+        names = [each.text for each in browser.find_elements("css selector", "[data-chart=evaluation] [data-part]")]
+        assert "site-01" not in " ".join(names)
+        received = "return fetch('data').then((reply) => reply.json()).then((found) => JSON.stringify(found.runs))"
+        assert "site-01" not in browser.execute_script(received)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:-1]))
+    with serve_app(WatchPage(tmp_path).app()) as address:
+        open_page(browser, address)
+        assert "accuracy %" not in browser.execute_script(table)[0]
+        assert not browser.find_element("id", "consent-note").is_displayed()
+
+
+@needs_browser
+def test_baselines_are_shown_with_their_run(browser: Any, tmp_path: Path) -> None:
+    """Of a folder of runs, as `halfmoon watch runs`: in the table of runs and as lines of the curves."""
+    write_run(tmp_path / "first", 2, 0)
+    write_run(tmp_path / "first" / "baselines" / "fedavg", 0, 0)
+    with serve_app(WatchPage(tmp_path).app()) as address:
+        open_page(browser, address)
+        titles = [each.text for each in browser.find_elements("css selector", "#runs-table td.title")]
+        assert sorted(titles) == ["FedAvg (labeled only)", "FedDure"]
+        assert len(browser.find_elements("css selector", "[data-chart=accuracy] .line path")) == 2
+        assert [each.text for each in browser.find_elements("css selector", "#legend li")] == titles
+
+
+@needs_browser
 def test_alarms_are_grouped_by_method(browser: Any, tmp_path: Path) -> None:
     """The same alarm of two seeds is one line with both seeds, below the method's name."""
     for method, seed in ((1, 0), (1, 1), (2, 0)):

@@ -316,6 +316,62 @@ def comparison(tmp_path: Path) -> Path:
     return path
 
 
+def test_charts_are_in_two_columns_and_none_is_alone(browser: Any, comparison: Path) -> None:
+    """Five learning curves: the accuracy has a row, the others are two by two."""
+    opened(browser, comparison, 1280)
+    script = (
+        "return [...document.querySelector('[data-charts=learning]').children].map((figure) => {"
+        "const box = figure.getBoundingClientRect(); return [Math.round(box.x), Math.round(box.width)]; })"
+    )
+    first, *others = browser.execute_script(script)
+    assert first == [24, 1232]
+    assert others == [[24, 602], [654, 602]] * 2
+    opened(browser, comparison, 390)
+    assert {tuple(box) for box in browser.execute_script(script)} == {(14, 362)}
+
+
+def test_a_printed_caption_names_what_was_chosen(browser: Any, comparison: Path) -> None:
+    """The axis of the chart of costs, and the method of the confusion matrix: on paper there is no menu."""
+    opened(browser, comparison)
+    choose(browser, "[data-choose=axis]", "sent, MB")
+    shown = (
+        "return [...document.querySelectorAll('.selected-option')].map((each) => each.firstChild.textContent + "
+        "getComputedStyle(each, '::after').content + getComputedStyle(each.querySelector('select')).display)"
+    )
+    assert "Test accuracy, %, against noneinline-block" in browser.execute_script(shown)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        printed = browser.execute_script(shown)
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    assert 'Test accuracy, %, against "sent, MB"none' in printed
+    assert 'Confusion of the final model: "FedAvg + FixMatch"none' in printed
+
+
+def test_images_of_unknown_classes_are_a_row(browser: Any, tmp_path: Path) -> None:
+    """All unlabeled images of two clients, and two labeled images of the second client, are of no known class."""
+    split = make_split_summary(2, ["cat", "dog"])
+    for client, labeled, unlabeled in zip(split["each"], (1, 5), (40, 10), strict=True):
+        client |= {"labeled": labeled, "unlabeled": unlabeled, "unlabeled_classes": [0, 0]}
+    split["counts"] |= {"labeled": 6, "unlabeled": 50}
+    write_run(tmp_path / "run", 1, 0, split=split)
+    path = tmp_path / "page.html"
+    path.write_text(render_html(gather_studies([tmp_path / "run"])), encoding="utf-8")
+    opened(browser, path, 390)
+    assert browser.get_log("browser") == []
+    names = [each.text for each in browser.find_elements("css selector", "[data-splits] svg[role=img] text")]
+    names = [name for name in names if name not in ("0", "1", "client")]  # those of the axis of clients
+    assert names[:4] == ["labeled: 6 images, largest bubble 2", "cat", "dog", "unknown"]
+    assert names[4:] == ["unlabeled: 50 images, largest bubble 40", "unknown"]
+    found = browser.find_elements("css selector", ".unlabeled circle")
+    radii = [float(circle.get_attribute("r")) for circle in found]
+    assert radii[0] / radii[1] == pytest.approx(2, rel=0.01)
+    rows = list(csv.reader(io.StringIO(saved(browser, "[data-split-charts] [data-save=CSV]"))))
+    # Client 1 has 1 and 2 labeled images of the classes, see `make_split_summary`, and 5 in all.
+    assert [row[3] for row in rows if row[:2] == ["labeled", "1"]] == ["1", "2", "2"]
+    assert [row[1:] for row in rows if row[0] == "unlabeled"] == [["0", "unknown", "40"], ["1", "unknown", "10"]]
+
+
 def test_table_highlights_baseline_best_and_upper_bound(browser: Any, comparison: Path) -> None:
     """Test accuracies are 62.3, 69.9 and 77.4 %: gains over labels only, 25 % of the pseudo-labels used."""
     opened(browser, comparison)
@@ -344,9 +400,9 @@ def test_quantities_from_0_to_1_fill_their_chart(browser: Any, comparison: Path)
 
 
 SAVED = (
-    "const [selector, done] = arguments; const made = URL.createObjectURL;"
-    "URL.createObjectURL = (blob) => { blob.text().then(done); return made.call(URL, blob); };"
-    "document.querySelector(selector).click();"
+    "const [button, done] = arguments; const made = URL.createObjectURL;"
+    "URL.createObjectURL = (blob) => { URL.createObjectURL = made; blob.text().then(done); return made.call(URL, blob); };"
+    "(typeof button === 'string' ? document.querySelector(button) : button).click();"
 )
 
 
@@ -374,6 +430,113 @@ def test_figures_are_saved_as_csv_and_svg(browser: Any, comparison: Path) -> Non
     assert all(title in curves for title in ("FedAvg (labeled only)", "FedAvg-SL (all labels)")), "no legend"
     everything = len(browser.find_elements("css selector", "[data-save=SVG]"))
     assert everything == len(browser.find_elements("css selector", "figure"))
+
+
+def test_every_saved_figure_has_the_numbers_of_the_runs(browser: Any, comparison: Path) -> None:
+    """All CSV files against the files of the runs; one seed a method, so mean, lowest and highest are equal."""
+    opened(browser, comparison)
+    runs = {METHODS[key]: comparison.parent / "runs" / key for key in METHODS}
+    runs["FedAvg-SL (all labels)"] = runs.pop("FedDure")
+    metrics = {}
+    summaries = {}
+    for title, folder in runs.items():
+        metrics[title] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        summaries[title] = json.loads((folder / "summary.json").read_text())
+    buttons = browser.find_elements("css selector", "[data-save=CSV]")
+    found = {}
+    for button in buttons:
+        rows = list(csv.reader(io.StringIO(browser.execute_async_script(SAVED, button))))
+        found[button.get_attribute("aria-label").removeprefix("Save as CSV: ")] = rows
+
+    def curve(group: str, name: str, factor: float = 100) -> list[tuple[str, str, float]]:
+        points = []
+        for title, rows in metrics.items():
+            for row in rows:
+                if row.get(group) and row[group].get(name) is not None:
+                    points.append((title, str(row["round"]), factor * row[group][name]))
+        return points
+
+    expected = {
+        "Test accuracy, %": curve("test", "accuracy"),
+        "Correct pseudo-labels, %": curve("pseudo", "accuracy"),
+        "Correct among those above the threshold, %": curve("pseudo", "accuracy_above"),
+        "Pseudo-labels above the threshold, %": curve("pseudo", "share_above"),
+        "Pseudo-labels that were used, %": curve("pseudo", "share_used"),
+        "AUC of the confidence for correct pseudo-labels": curve("pseudo", "auc_confidence", 1),
+        "Divergence of class-wise accuracy from APP-U": curve("prior", "js_app_u", 1),
+        "Divergence of class-wise accuracy from the labeled mix": curve("prior", "js_labeled", 1),
+    }
+    for title, points in expected.items():
+        rows = found.pop(title)
+        assert rows[0] == ["line", "round", "mean", "low", "high"]
+        assert sorted((line, at) for line, at, *_ in rows[1:]) == sorted((line, at) for line, at, _ in points)
+        values = {(line, at): value for line, at, value in points}
+        for line, at, mean, low, high in rows[1:]:
+            assert [float(each) for each in (mean, low, high)] == pytest.approx([values[line, at]] * 3, rel=1e-5), title
+    against = found.pop("Test accuracy, %, against labeled steps")
+    assert against[0] == ["line", "labeled steps", "mean", "low", "high"]
+    steps = {(title, row["cost"]["labeled_steps"]) for title, rows in metrics.items() for row in rows if "test" in row}
+    assert {(line, int(at)) for line, at, *_ in against[1:]} == steps
+    classes = found.pop("Class-wise accuracy of the final model, %")
+    shares = {title: rows[-1]["test"]["per_class"] for title, rows in metrics.items()}
+    names = ("cat", "dog", "ship")
+    for line, name, mean, *_ in classes[1:]:
+        assert float(mean) == pytest.approx(100 * shares[line][names.index(name)], rel=1e-5)
+    assert len(classes) == 1 + 3 * 3
+    prior = found.pop("Class shares at the end, %, FedAvg + FixMatch")
+    ends = metrics["FedAvg + FixMatch"][-1]["prior"]
+    keys = {"class-wise accuracy, its share": "accuracy", "APP-U": "app_u", "labeled": "labeled"}
+    keys["unlabeled (true)"] = "unlabeled"
+    for line, name, mean, *_ in prior[1:]:
+        assert float(mean) == pytest.approx(100 * ends[keys[line]][names.index(name)], rel=1e-5)
+    confusion = found.pop("Confusion of the final model, FedAvg + FixMatch")
+    matrix = summaries["FedAvg + FixMatch"]["confusion"]
+    counts = [["true class", "predicted class", "images"]]
+    counts += [[t, p, str(matrix[n][m])] for n, t in enumerate(names) for m, p in enumerate(names)]
+    assert confusion == counts
+    clients = found.pop("Accuracy at the clients, %")
+    ends_of_clients = [["0", "50"], ["1", "70"], ["2", "90"], ["mean", "70"], ["standard deviation", "20"]]
+    ends_of_clients.append(["worst tenth", "50"])
+    # The order of the methods is that of the table.
+    assert [row[1:] for row in clients[1:]] == ends_of_clients * 3
+    split = json.loads((runs["FedAvg + FixMatch"] / "split.json").read_text())
+    (rows,) = found.values()  # nothing else can be saved but the split
+    for kind, client, name, images in rows[1:]:
+        assert int(images) == split["each"][int(client)][f"{kind}_classes"][names.index(name)]
+
+
+def test_every_saved_figure_opens_alone(browser: Any, comparison: Path, tmp_path: Path) -> None:
+    """An SVG file names its font and colors itself, draws as many shapes as the page, and fits into its frame."""
+    opened(browser, comparison)
+    files = []
+    for button in browser.find_elements("css selector", "[data-save=SVG]"):
+        picture = browser.execute_script("return arguments[0].closest('figure').querySelector('svg[role=img]')", button)
+        drawn = len(picture.find_elements("css selector", "path, circle, rect"))
+        files.append((browser.execute_async_script(SAVED, button), drawn))
+    assert len(files) == count(browser, "figure") > 10
+    for number, (text, drawn) in enumerate(files):
+        for missing in ("var(", "currentColor", "color-mix", 'class="guide', "http://localhost"):
+            assert missing not in text, missing
+        assert "font-family" in text
+        path = tmp_path / f"{number}.svg"
+        path.write_text(text, encoding="utf-8")
+        browser.get(path.as_uri())
+        assert browser.get_log("browser") == []
+        shapes = "return document.querySelectorAll('path, circle, rect').length"
+        assert browser.execute_script(shapes) >= drawn
+        family, color = browser.execute_script(
+            "const text = document.querySelector('text'); const style = getComputedStyle(text);"
+            "return [style.fontFamily, style.fill]"
+        )
+        assert "sans-serif" in family
+        assert color != "rgb(0, 0, 0)"
+        outside = browser.execute_script(
+            "const all = document.documentElement.getBoundingClientRect();"
+            "return [...document.querySelectorAll('text')].filter((each) => { const box = each.getBoundingClientRect();"
+            "return box.width && (box.left < all.left - 1 || box.right > all.right + 1 || box.bottom > all.bottom + 1);"
+            "}).map((each) => each.textContent)"
+        )
+        assert outside == []
 
 
 def test_with_very_many_classes_the_largest_mistakes_are_bars(browser: Any, tmp_path: Path) -> None:

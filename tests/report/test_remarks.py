@@ -37,6 +37,7 @@ def test_gain_is_relative_to_that_of_all_labels():
     text = gain(three(0.861, 0.915, 0.956))
     assert text == "FedDure gained 5.4 of the 9.5 points between FedAvg (labeled only) and FedAvg-SL (all labels)."
     assert gain(three(0.861, 0.851, 0.956)) == "FedDure is 1.0 points below FedAvg (labeled only)."
+    assert gain(three(0.861, 0.86099, 0.956)) == "FedDure has the same accuracy as FedAvg (labeled only)."
 
 
 def test_method_above_all_labels_has_no_relative_gain():

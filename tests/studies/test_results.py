@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
@@ -14,6 +15,7 @@ from halfmoon.report.run_reader import StoredRun
 from halfmoon.runs import python_progress
 from halfmoon.runs.progress import Progress
 from halfmoon.storage.atomic_io import read_rows
+from halfmoon.studies import results
 
 SMALL = {"rounds": 2, "clients": 4, "cohort": 2, "data_share": 0.3, "steps": 2, "threads": 1}
 METHODS = ["fedavg", "fedavg-fixmatch"]
@@ -281,6 +283,12 @@ def test_a_latex_table_has_heads_and_the_best_in_bold(pair: halfmoon.Results, tm
     assert rf"\textbf{{{accuracies.max():.2f} $\pm$ " in best[0]
     with pytest.raises(halfmoon.UserError, match="no run is finished"):
         halfmoon.Results(tmp_path, []).to_latex()
+
+
+def test_equal_accuracies_are_both_in_bold_and_an_upper_bound_is_not() -> None:
+    summary = pd.DataFrame({"accuracy (%)": [70.0, 60.0, 70.0, 80.0]}, index=["a", "b", "c", "all labels"])
+    cells = results._format_accuracies(summary, ["70.00", "60.00", "70.00", "80.00"], {"all labels"})
+    assert cells == [r"\textbf{70.00}", "60.00", r"\textbf{70.00}", "80.00"]
 
 
 def test_messages_are_plain_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,6 +71,45 @@ def open_page(browser: Any, address: str, width: int = 1400, dark: bool = False)
     browser.get_log("browser")
     browser.get(address)
     wait_until(lambda: browser.execute_script("return document.body.dataset.ready"))
+
+
+BROKEN_WORDS = """
+const words = new Set(arguments[0]);
+const broken = [];
+const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (texts.nextNode()) {
+  for (const match of texts.currentNode.textContent.matchAll(/[^\\s]+/g)) {
+    if (!words.has(match[0])) continue;
+    const range = document.createRange();
+    range.setStart(texts.currentNode, match.index);
+    range.setEnd(texts.currentNode, match.index + match[0].length);
+    const lines = new Set([...range.getClientRects()].filter((box) => box.width).map((box) => Math.round(box.top)));
+    if (lines.size > 1) broken.push(match[0]);
+  }
+}
+return broken;
+"""
+
+
+def find_broken_words(browser: Any, names: Iterable[str]) -> list[str]:
+    """List words of the names, such as those of classes, that a page breaks into several lines."""
+    return browser.execute_script(BROKEN_WORDS, [word for name in names for word in name.split()])
+
+
+def tap(browser: Any, element: Any) -> None:
+    """Scroll no more than needed to show an element, and tap into its middle, as a finger on a phone does."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.actions.pointer_input import PointerInput
+
+    browser.execute_script("arguments[0].scrollIntoView({ block: 'nearest' })", element)
+    x, y = browser.execute_script(
+        "const box = arguments[0].getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]",
+        element,
+    )
+    actions = ActionChains(browser, duration=0, devices=[PointerInput("touch", "finger")])
+    # At the position, not at the element: what covers it is tapped instead.
+    actions.w3c_actions.pointer_action.move_to_location(round(x), round(y)).pointer_down().pointer_up()
+    actions.perform()
 
 
 def press_keys(browser: Any, *keys: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from halfmoon.report.bands import pick_evenly
+from halfmoon.report.bands import UNKNOWN_CLASS, count_by_class, pick_evenly
 from halfmoon.report.figures import GRAY, new_figure, save_figure, style_axes
 from halfmoon.report.styles import line_style
 
@@ -48,25 +48,29 @@ def draw_split(summary: Mapping[str, Any], path: Path) -> None:
     columns = first_client + len(numbers)
     class_inches = float(np.clip(2.1 / len(classes), 0.055, 0.21))
     client_inches = float(np.clip(5.6 / columns, 0.135, 0.3))
-    name_inches = 0.055 * max(len(name) for name in classes)
-    # Both panels have the same classes; 1.5 inches are for titles, labels and the legend.
-    figure = new_figure(
-        width=max(4.0, client_inches * columns + 1.5 + name_inches), height=2 * class_inches * len(classes) + 1.5
-    )
-    panels = figure.subplots(2, 1, sharex=True)
+    parts = {kind: count_by_class(summary, kind) for kind in ("labeled", "unlabeled")}
+    name_inches = 0.055 * max(len(name) for part in parts.values() for name in part.names)
+    # A panel of a single row, of images whose classes are unknown, needs room for its legend.
+    heights = [max(0.5, class_inches * len(part.names)) for part in parts.values()]
+    # 1.5 inches are for titles, labels and the legend.
+    figure = new_figure(width=max(4.0, client_inches * columns + 1.5 + name_inches), height=sum(heights) + 1.5)
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
     # With many classes, bubbles may overlap, because smaller ones would be invisible.
     largest = (0.95 * _POINTS_PER_INCH * min(client_inches, max(class_inches, 0.09))) ** 2
-    for number, (axes, kind) in enumerate(zip(panels, ("labeled", "unlabeled"), strict=True)):
-        counts = np.zeros((columns, len(classes)), np.int64)
-        counts[first_client:] = [summary["each"][client][f"{kind}_classes"] for client in numbers]
-        if server and kind == "labeled":
-            counts[0] = server["labeled_classes"]
+    for number, (axes, (kind, part)) in enumerate(zip(panels, parts.items(), strict=True)):
+        counts = np.zeros((columns, len(part.names)), np.int64)
+        counts[first_client:] = [part.clients[client] for client in numbers]
+        if part.server is not None:
+            counts[0] = part.server
         _draw_panel(axes, counts, largest, line_style(number).color)
-        total = summary["counts"][kind]
-        # Images whose true label nobody knows are in the total, and in no bubble.
-        unknown = " whose classes are unknown" if total and not counts.any() else ""
-        axes.set_title(f"{kind}: {total:,} images{unknown}", fontsize=_LABEL_POINTS, loc="left", fontweight="bold")
-        _label_ticks(axes.yaxis, [str(name) for name in classes], class_inches)
+        unknown = " whose classes are unknown" if part.names == [UNKNOWN_CLASS] else ""
+        axes.set_title(
+            f"{kind}: {summary['counts'][kind]:,} images{unknown}",
+            fontsize=_LABEL_POINTS,
+            loc="left",
+            fontweight="bold",
+        )
+        _label_ticks(axes.yaxis, part.names, class_inches)
     _label_ticks(
         panels[1].xaxis,
         [str(client) for client in numbers],
@@ -98,6 +102,8 @@ def _draw_panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> N
     axes.tick_params(length=2)
     # The largest count, and round counts of about a half and a tenth of it.
     samples = _round_numbers(int(counts.max(initial=0)))
+    if counts.shape[1] == 1:  # a single row has no room for more
+        samples = samples[:1]
     # Marker sizes of Line2D are diameters, those of scatter are areas.
     sizes = [np.sqrt(largest * sample / counts.max()) for sample in samples]
     handles = [

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from halfmoon.report.headline import ALL_LABELS_SUFFIX
 from halfmoon.report.scores import CellScore, ScoreTable, final_scores, scores_at_equal_steps
 from halfmoon.report.study import CONFIGURATION, AxisValue, Column, Study, describe_scale
 from halfmoon.report.tables import format_mean
@@ -68,7 +69,8 @@ def format_tables(study: Study, score: ScoreTable, quantity: str) -> str:
     """Format accuracies as one or more LaTeX tables of at most `MAX_COLUMNS` columns and `MAX_ROWS` rows.
 
     A column of the study with published numbers becomes two: measured ("here") and published ("paper"). An asterisk
-    marks a measured number within two standard deviations of the published one.
+    marks a measured number within two standard deviations of the published one. The best method of a column is in bold,
+    or several with the same number; methods that train on all labels are upper bounds and do not compete.
 
     Args:
         study: gives the rows (usually methods) and the columns (usually data sets).
@@ -145,13 +147,14 @@ def _format_tabular(
         titles = [study.value_title(axis, name) for axis, name in zip(study.column_axes, column, strict=True)]
         escaped_titles = [escape_latex(title) for title in titles]
         cells = [score.get(row.name, column) for row in rows]
+        best_measured, best_published = _best_means(study, score, column)
         headings.append((*escaped_titles, "here") if names_sources else tuple(escaped_titles))
-        table.append([_format_measured(cell) for cell in cells])
+        table.append([_format_measured(row, cell, best_measured) for row, cell in zip(rows, cells, strict=True)])
         if score.steps is not None:  # the last line
             table[-1].append(f"{score.steps[column] or 0:,.0f}")
         if column in published_columns:
             headings.append((*escaped_titles, "paper"))
-            table.append([_format_number(format_mean(cell.published)) for cell in cells])
+            table.append([_format_published(row, cell, best_published) for row, cell in zip(rows, cells, strict=True)])
             if score.steps is not None:
                 table[-1].append("")
     index = [escape_latex(row.title) for row in rows]
@@ -211,10 +214,40 @@ def _caption(study: Study, quantity: str, score: ScoreTable, with_published: boo
     return " ".join(sentences)
 
 
-def _format_measured(cell: CellScore) -> str:
+def _best_means(study: Study, score: ScoreTable, column: Column) -> tuple[str, str]:
+    """Find the best measured and the best published mean of a column, as the table shows them.
+
+    Returns:
+        Both numbers with two decimals; "" if there is nothing to compare: fewer than two methods, or rows that are not
+        methods.
+    """
+    if study.sweep.rows != "method":
+        return "", ""
+    cells = [score.get(row.name, column) for row in study.row_values if _competes(row)]
+    measured = [cell.last.mean for cell in cells if cell.last]
+    published = [cell.published.mean for cell in cells if cell.published]
+    return (
+        f"{max(measured):.2f}" if len(measured) > 1 else "",
+        f"{max(published):.2f}" if len(published) > 1 else "",
+    )
+
+
+def _competes(row: AxisValue) -> bool:
+    """Check whether a row is no upper bound, which trains on all labels."""
+    return not row.title.endswith(ALL_LABELS_SUFFIX)
+
+
+def _format_measured(row: AxisValue, cell: CellScore, best: str) -> str:
     asterisk = r"$^{\ast}$" if cell.verdict and cell.verdict.within else ""
-    return _format_number(format_mean(cell.last)) + asterisk
+    is_best = cell.last is not None and _competes(row) and f"{cell.last.mean:.2f}" == best
+    return _format_number(format_mean(cell.last), is_best) + asterisk
 
 
-def _format_number(text: str) -> str:
-    return text.replace("\N{PLUS-MINUS SIGN}", r"$\pm$") or "--"
+def _format_published(row: AxisValue, cell: CellScore, best: str) -> str:
+    is_best = cell.published is not None and _competes(row) and f"{cell.published.mean:.2f}" == best
+    return _format_number(format_mean(cell.published), is_best)
+
+
+def _format_number(text: str, is_best: bool = False) -> str:
+    number = text.replace("\N{PLUS-MINUS SIGN}", r"$\pm$") or "--"
+    return rf"\textbf{{{number}}}" if is_best else number

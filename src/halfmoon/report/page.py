@@ -48,7 +48,7 @@ def render_html(studies: Sequence[Study]) -> str:
         describe_scale,
         write_headline,
         find_roles,
-        describe_role,
+        list_roles,
         format_gain,
         list_missing,
         to_sentence,
@@ -256,13 +256,16 @@ def list_cell_scores(study: Study, score: ScoreTable, column: Column) -> list[tu
     return [(value, cell) for value, cell in cells if cell.planned or cell.published]
 
 
-def describe_role(row: str, roles: RowRoles) -> str:
-    """Describe the role of a row in a word for a table: best, baseline, or upper bound; "" for other rows."""
+def list_roles(row: str, roles: RowRoles) -> list[str]:
+    """List the roles of a row in a word each for a table: upper bound, baseline, best."""
+    found = []
     if row == roles.ceiling:
-        return "upper bound"
+        found.append("upper bound")
     if row == roles.baseline:
-        return "baseline"
-    return "best" if row == roles.winner else ""
+        found.append("baseline")
+    if row in roles.winners and row != roles.ceiling:
+        found.append("best")
+    return found
 
 
 def format_gain(cell: CellScore, baseline: CellScore) -> str:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from halfmoon.report.tables import mean_and_deviation
+from halfmoon.report.tables import is_tie, mean_and_deviation
 
 LABELS_ONLY = "fedavg"
 """Name of the method that trains on labeled images only."""
@@ -174,7 +174,9 @@ def describe_gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[s
     if possible_gain <= 0:
         return None
     seeds = f", in the mean of {len(accuracies[name])} seeds" if len(accuracies[name]) > 1 else ""
-    if gain < 0:
+    if is_tie(means[name], means[base]):
+        sentence = f"{titles[name]} has the same accuracy as {titles[base]}{seeds}."
+    elif gain < 0:
         sentence = f"{titles[name]} is {-gain:.1f} points below {titles[base]}{seeds}."
     elif gain > possible_gain:
         above_top = f"{gain - possible_gain:.1f} above {titles[top]}{seeds}"
@@ -191,8 +193,8 @@ def _describe_control(means: Mapping[str, float], titles: Mapping[str, str]) -> 
     """Describe the gain of the control over labels only; "" if one of them was not run."""
     if CONTROL not in means or LABELS_ONLY not in means:
         return ""
+    effect = "this is the effect of unlabeled images in batch normalization."
+    if is_tie(means[CONTROL], means[LABELS_ONLY]):
+        return f" {titles[CONTROL]} has the same accuracy as {titles[LABELS_ONLY]}: {effect}"
     gain = means[CONTROL] - means[LABELS_ONLY]
-    return (
-        f" {titles[CONTROL]} is {abs(gain):.1f} points {'above' if gain >= 0 else 'below'} {titles[LABELS_ONLY]}: "
-        "this is the effect of unlabeled images in batch normalization."
-    )
+    return f" {titles[CONTROL]} is {abs(gain):.1f} points {'above' if gain > 0 else 'below'} {titles[LABELS_ONLY]}: {effect}"

@@ -5,7 +5,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from halfmoon.report import frame
-from halfmoon.report.bands import pick_evenly, six_digits, summarize_curve, summarize_seeds
+from halfmoon.report.bands import count_by_class, pick_evenly, six_digits, summarize_curve, summarize_seeds
 from halfmoon.report.headline import find_roles
 from halfmoon.report.run_reader import StoredRun
 from halfmoon.report.scores import ScoreTable
@@ -62,8 +62,8 @@ def column_charts(study: Study, column: Column) -> JsonDict:
             lines.append({"line_id": number, "seeds": len(runs), **line})
             # All runs of a column have the classes of its data set.
             classes = classes or list_classes(runs)
-    # The confusion matrix and the class shares of the winner are shown first.
-    winner = find_roles(study, column).winner
+    # The confusion matrix and the class shares of the winner are shown first; of several, those of the first.
+    winner = next(iter(find_roles(study, column).winners), None)
     names = [value.name for value in study.row_values]
     return {
         "title": study.column_title(column),
@@ -274,17 +274,18 @@ def _split_chart(split: JsonDict, users: Sequence[SplitUser], title: str) -> Jso
     """
     clients = len(split["each"])
     numbers = pick_evenly(range(clients), MAX_CLIENTS)  # the clients that are shown
-    server = split.get("server")  # None if it has no labeled images
+    labeled = count_by_class(split, "labeled")
+    unlabeled = count_by_class(split, "unlabeled")
     return {
         "title": title,
         "runs": len(users),
-        "classes": [str(name) for name in split["counts"]["classes"]],
+        "classes": {"labeled": labeled.names, "unlabeled": unlabeled.names},
         "totals": {"labeled": split["counts"]["labeled"], "unlabeled": split["counts"]["unlabeled"]},
         "clients": clients,
         "shown_clients": numbers,
-        "server": server["labeled_classes"] if server else None,
-        "labeled": [split["each"][k]["labeled_classes"] for k in numbers],
-        "unlabeled": [split["each"][k]["unlabeled_classes"] for k in numbers],
+        "server": labeled.server,
+        "labeled": [labeled.clients[k] for k in numbers],
+        "unlabeled": [unlabeled.clients[k] for k in numbers],
     }
 
 

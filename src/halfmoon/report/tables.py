@@ -31,6 +31,11 @@ def mean_if_complete(values: Sequence[float | None]) -> MeanDeviation | None:
     return mean_and_deviation(numbers) if numbers and len(numbers) == len(values) else None
 
 
+def is_tie(first: float, second: float) -> bool:
+    """Check whether two accuracies in percent are equal as tables show them, with two decimals."""
+    return f"{first:.2f}" == f"{second:.2f}"
+
+
 def format_mean(value: MeanDeviation | PublishedAccuracy | None) -> str:
     """Format mean ± deviation with two digits; only the mean without a deviation, "" for None."""
     if value is None:

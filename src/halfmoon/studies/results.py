@@ -1,7 +1,7 @@
 """Results of runs, comparisons and sweeps as objects: a line, a table, data frames and figures."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -223,7 +223,8 @@ class Results:
     def to_latex(self, path: Path | str | None = None) -> str:
         r"""Format `summary` as a LaTeX table with mean and standard deviation over seeds, the best accuracy in bold.
 
-        The document needs `\usepackage{booktabs}`.
+        Equal accuracies are all in bold. Methods that train with all labels are upper bounds and do not compete. The
+        document needs `\usepackage{booktabs}`.
 
         Args:
             path: a file to write as well.
@@ -246,7 +247,9 @@ class Results:
             # One text for each method.
             cells = ["" if pd.isna(value) else f"{value:.{decimals}f}" for value in summary[name]]
             if name == "accuracy (%)":
-                cells = _format_accuracies(summary, cells)
+                upper_bounds = registry.ceilings()
+                bound_titles = {each["title"] for each in self.summaries if each["method"] in upper_bounds}
+                cells = _format_accuracies(summary, cells, bound_titles)
             columns[escape_latex(name)] = cells
         table = pd.DataFrame(columns, index=[escape_latex(str(method)) for method in summary.index])
         table.index.name = "Method"
@@ -353,16 +356,23 @@ class SweepResults(Results):
         return f"{html_table(*self._cells)}{lines}<p><code>{escape(self._short_folder)}</code></p>"
 
 
-def _format_accuracies(summary: pd.DataFrame, means: Sequence[str]) -> list[str]:
-    """Add deviations to the formatted mean accuracies of methods, and print the best one in bold (LaTeX)."""
+def _format_accuracies(summary: pd.DataFrame, means: Sequence[str], bound_titles: Collection[str]) -> list[str]:
+    """Add deviations to the formatted mean accuracies of methods, and print the best one in bold (LaTeX).
+
+    Args:
+        summary: the data frame `Results.summary`.
+        means: the formatted mean accuracy of each method.
+        bound_titles: titles of the methods that train with all labels, which do not compete.
+    """
     values = summary["accuracy (%)"]
     deviations = summary["std"] if "std" in summary else [float("nan")] * len(means)
     # `summary` has rounded values, so that equal numbers of the table are both bold.
-    best = values.max()
+    competing = [value for title, value in values.items() if title not in bound_titles]
+    best = max(competing, default=float("nan"))
     cells: list[str] = []
-    for mean, value, deviation in zip(means, values, deviations, strict=True):
+    for mean, (title, value), deviation in zip(means, values.items(), deviations, strict=True):
         cell = mean if pd.isna(deviation) else rf"{mean} $\pm$ {deviation:.2f}"
-        is_best = len(means) > 1 and value == best
+        is_best = len(competing) > 1 and title not in bound_titles and value == best
         cells.append(rf"\textbf{{{cell}}}" if is_best else cell)
     return cells
 

@@ -232,6 +232,14 @@ export function askQuestion(title, text, buttons) {
   });
 }
 
+/** Measure the widest word of names in the font of an element, in pixels, so that no column breaks a word. */
+function measureWidestWord(element, names) {
+  const context = document.createElement("canvas").getContext("2d");
+  context.font = getComputedStyle(element).font;
+  const words = names.flatMap((name) => name.split(/\s+/));
+  return Math.ceil(Math.max(...words.map((word) => context.measureText(word).width)));
+}
+
 /**
  * Show a button for each class, with its key, the number of its labels, and a note if it has few.
  *
@@ -245,6 +253,7 @@ export function askQuestion(title, text, buttons) {
 export function renderClassButtons(container, state, { current = -1, suggested = "", onPress }) {
   const largestCount = Math.max(1, ...state.counts);
   const keys = assignKeys(state.classes);
+  container.style.setProperty("--word-width", `${measureWidestWord(container, state.classes)}px`);
   const buttons = state.classes.map((name, index) => {
     const classNames = [];
     if (name === suggested) {

@@ -332,6 +332,13 @@ function classChart(width, { sets, classes, title, xLabel, showsWholeRange }) {
 
 // Confusions
 
+/** Labels of the axis of a confusion matrix, the longest first. */
+const MATRIX_LABELS = [
+  "predicted class (rows: true class), % of the row",
+  "predicted class, % of the row",
+  "predicted class",
+];
+
 /**
  * Draw a confusion matrix. The shade of a cell is its share of the images of the true class.
  *
@@ -350,6 +357,10 @@ function matrixChart(width, { matrix, classes, title }) {
   const { axis, slantHeight } = createNameAxis(classes, matrixSize);
   const height = matrixSize + 50 + slantHeight;
   const marginBottom = height - matrixSize - 1;
+  // The label is centered below the matrix: the longest one that has room at both sides.
+  const middle = marginLeft + matrixSize / 2;
+  const room = 2 * Math.min(middle, chartWidth - middle);
+  const label = MATRIX_LABELS.find((text) => LETTER_WIDTH * text.length < room) ?? MATRIX_LABELS.at(-1);
   const nameStep = Math.max(1, Math.ceil(13 / cellSize));
 
   const totals = matrix.map((counts) => sum(counts) || 1);
@@ -382,7 +393,7 @@ function matrixChart(width, { matrix, classes, title }) {
       type: "band",
       padding: 0,
       ...axis,
-      ...labelBelow("predicted class (rows: true class), % of the row", marginBottom),
+      ...labelBelow(label, marginBottom),
     },
     y: {
       type: "band",
@@ -589,64 +600,57 @@ function bubbleChart(width, split) {
   // The server is the first column, followed by an empty one.
   const serverColumns = server ? ["server", ""] : [];
   const columns = [...serverColumns, ...shownClients.map(String)];
-  const marginLeft = 24 + LETTER_WIDTH * Math.max(...classes.map((name) => shortenName(name).length));
+  const longestName = Math.max(...Object.values(classes).flatMap((names) => names.map((name) => shortenName(name).length)));
+  const marginLeft = 24 + LETTER_WIDTH * longestName;
   const columnWidth = Math.min(34, (width - marginLeft - 6) / columns.length);
-  const rowHeight = Math.max(5, Math.min(24, 320 / classes.length));
-  const panelHeight = rowHeight * classes.length;
+  const rowHeight = Math.max(5, Math.min(24, 320 / Math.max(classes.labeled.length, classes.unlabeled.length)));
   const panelGap = 30; // has the title of a panel
   const columnsWidth = columnWidth * columns.length;
   const chartWidth = Math.min(width, Math.max(MIN_MATRIX_WIDTH, marginLeft + columnsWidth + 12));
 
-  const cells = [];
-  const largestCounts = {};
-  for (const kind of Object.keys(IMAGE_COLORS)) {
-    // Only labeled images can be at the server.
-    const serverCounts = kind === "labeled" && server ? server : [];
-    const columnCounts = server ? [serverCounts, [], ...split[kind]] : split[kind];
-    const largestCount = Math.max(1, ...columnCounts.flat());
-    largestCounts[kind] = largestCount;
-    columnCounts.forEach((counts, columnIndex) => {
-      counts.forEach((count, classIndex) => {
-        cells.push({ kind, column: columns[columnIndex], classIndex, count, share: count / largestCount });
-      });
-    });
+  // Panels may have different rows: images whose class is unknown are in one row. So rows have positions in pixels.
+  const panels = [];
+  let top = panelGap;
+  for (const [kind, color] of Object.entries(IMAGE_COLORS)) {
+    const bottom = top + rowHeight * classes[kind].length;
+    panels.push(createSplitPanel(split, kind, { color, columns, top, bottom, rowHeight }));
+    top = bottom + panelGap;
   }
+  const cells = panels.flatMap((panel) => panel.cells);
   const bubbles = cells.filter(({ count }) => count);
 
-  const titlePanel = (kind) => {
-    // Images whose true label is unknown are in the total, and in no bubble.
-    const isKnown = bubbles.some((bubble) => bubble.kind === kind) || !split.totals[kind];
-    const scale = isKnown ? `largest bubble ${largestCounts[kind].toLocaleString("en")}` : "whose classes are unknown";
-    return `${kind}: ${split.totals[kind].toLocaleString("en")} images, ${scale}`;
-  };
-  const createPanelMarks = ([kind, fill]) => [
-    Plot.text([kind], {
-      fy: [kind],
-      frameAnchor: "top-left",
+  const classStep = Math.max(1, Math.ceil(13 / rowHeight));
+  const createPanelMarks = (panel) => [
+    Plot.rectY([panel], { y1: "top", y2: "bottom", fill: "none", ...GRID_LINE }),
+    Plot.text([panel], {
+      y: "top",
+      frameAnchor: "left",
       lineAnchor: "bottom",
       textAnchor: "start",
       dy: -5,
       dx: -marginLeft,
       fontWeight: 600,
       fill: "var(--ink)",
-      text: () => titlePanel(kind),
+      text: "title",
     }),
+    Plot.text(
+      panel.rows.filter((row, index) => index % classStep === 0),
+      { y: "y", frameAnchor: "left", textAnchor: "end", dx: -9, text: "name" },
+    ),
     Plot.dot(
-      bubbles.filter((bubble) => bubble.kind === kind),
+      panel.cells.filter(({ count }) => count),
       {
-        className: `bubble ${kind}`,
-        fy: "kind",
+        className: `bubble ${panel.kind}`,
         x: "column",
-        y: "classIndex",
+        y: "y",
         r: "share",
-        fill,
+        fill: panel.color,
         fillOpacity: 0.85,
         stroke: "none",
       },
     ),
   ];
 
-  const classStep = Math.max(1, Math.ceil(13 / rowHeight));
   const clientStep = Math.max(1, Math.ceil(24 / columnWidth));
   const hasTick = (column, index) =>
     column === "server" || (column !== "" && (index - serverColumns.length) % clientStep === 0);
@@ -656,17 +660,18 @@ function bubbleChart(width, split) {
       : "client";
   const guide = {
     ...GUIDE,
-    fy: "kind",
     x: "column",
-    y: "classIndex",
+    y: "y",
+    symbol: "square",
+    // The radius of a symbol is that of a circle with its area.
+    r: Math.max(6, Math.min(columnWidth, rowHeight)) / Math.sqrt(Math.PI),
     fill: "none",
     stroke: "var(--ink)",
-    inset: 0,
     maxRadius: Math.max(columnWidth, rowHeight),
   };
   const plotOptions = {
     width: chartWidth,
-    height: 2 * (panelHeight + panelGap) + WIDE_BOTTOM_MARGIN,
+    height: top - panelGap + WIDE_BOTTOM_MARGIN,
     marginLeft,
     marginRight: chartWidth - marginLeft - columnsWidth,
     marginTop: panelGap,
@@ -679,33 +684,15 @@ function bubbleChart(width, split) {
       tickSize: 0,
       ...labelBelow(clientLabel, WIDE_BOTTOM_MARGIN),
     },
-    y: {
-      type: "band",
-      padding: 0,
-      domain: indicesOf(classes).reverse(),
-      ticks: indicesOf(classes).filter((index) => index % classStep === 0),
-      tickFormat: (index) => shortenName(classes[index]),
-      tickSize: 0,
-      label: null,
-    },
-    fy: {
-      domain: Object.keys(IMAGE_COLORS),
-      axis: null,
-      paddingInner: panelGap / (panelHeight + panelGap),
-      paddingOuter: 0,
-    },
+    y: { type: "identity", axis: null },
     // The area of a bubble is proportional to its count.
     r: { type: "sqrt", domain: [0, 1], range: [0, 0.48 * Math.min(columnWidth, Math.max(rowHeight, 8))] },
-    marks: [
-      Plot.frame({ ...GRID_LINE }),
-      Object.entries(IMAGE_COLORS).map(createPanelMarks),
-      Plot.cell(cells, Plot.pointer(guide)),
-    ],
+    marks: [panels.map(createPanelMarks), Plot.dot(cells, Plot.pointer(guide))],
   };
-  const describeCell = ({ column, classIndex }) => {
+  const describeCell = ({ column, name }) => {
     const countOf = (kind) =>
-      cells.find((cell) => cell.kind === kind && cell.column === column && cell.classIndex === classIndex)?.count ?? 0;
-    const title = `${column === "server" ? "server" : `client ${column}`}, ${classes[classIndex]}`;
+      cells.find((cell) => cell.kind === kind && cell.column === column && cell.name === name)?.count ?? 0;
+    const title = `${column === "server" ? "server" : `client ${column}`}, ${name}`;
     const rows = Object.entries(IMAGE_COLORS).map(([kind, color]) => [color, kind, countOf(kind).toLocaleString("en")]);
     return [title, rows];
   };
@@ -714,12 +701,32 @@ function bubbleChart(width, split) {
     `Images of each client and class: ${split.totals.labeled} labeled, ${split.totals.unlabeled} unlabeled, ` +
       `over ${split.clients} clients.`,
     describeCell,
-    (getScale) =>
-      bubbles.map(({ kind, column, classIndex }) => [
-        getScale("x").apply(column) + columnWidth / 2,
-        getScale("fy").apply(kind) + getScale("y").apply(classIndex) - panelGap + rowHeight / 2,
-      ]),
+    (getScale) => bubbles.map(({ column, y }) => [getScale("x").apply(column) + columnWidth / 2, y]),
   );
+}
+
+/** Compute the title, the rows and the cells of a panel of `bubbleChart`. The first class is the lowest row. */
+function createSplitPanel(split, kind, { color, columns, top, bottom, rowHeight }) {
+  const names = split.classes[kind];
+  // Only labeled images can be at the server, whose column is followed by an empty one.
+  const serverCounts = kind === "labeled" && split.server ? split.server : [];
+  const columnCounts = split.server ? [serverCounts, [], ...split[kind]] : split[kind];
+  const largestCount = Math.max(1, ...columnCounts.flat());
+  const yOf = (index) => bottom - rowHeight * (index + 0.5);
+  const cells = columnCounts.flatMap((counts, columnIndex) =>
+    counts.map((count, index) => ({
+      kind,
+      column: columns[columnIndex],
+      name: names[index],
+      count,
+      share: count / largestCount,
+      y: yOf(index),
+    })),
+  );
+  const rows = names.map((name, index) => ({ name: shortenName(name), y: yOf(index) }));
+  const total = split.totals[kind].toLocaleString("en");
+  const title = `${kind}: ${total} images, largest bubble ${largestCount.toLocaleString("en")}`;
+  return { kind, color, top, bottom, title, rows, cells };
 }
 
 // Calibration

@@ -316,15 +316,18 @@ function addCostChart(container, study, group, legends) {
     const hasIntegerX = axis !== "seconds" && axis !== "megabytes";
     return lineChart(width, { lines: listLines(), title, xLabel: COST_AXES[axis], percent: true, hasIntegerX });
   };
-  const describe = () => describeLines(title, listLines(), COST_AXES[axis]);
+  const describe = () => describeLines(`${title}, against ${COST_AXES[axis]}`, listLines(), COST_AXES[axis]);
   const axisNames = axes.map((name) => COST_AXES[name]);
   const select = createSelect("what accuracy is drawn against", axisNames, (index) => {
     axis = axes[index];
+    caption.dataset.selected = COST_AXES[axis];
     redraw();
   });
   select.value = String(axes.indexOf(axis));
   select.dataset.choose = "axis";
-  const caption = createElement("span", null, `${title}, against `, select);
+  // A print has the name of the axis instead of the select.
+  const captionAttributes = { class: "selected-option", "data-selected": COST_AXES[axis] };
+  const caption = createElement("span", captionAttributes, `${title}, against `, select);
   const redraw = addFigure(container, { caption, scaleNote: study.scale, draw, describe, isWide: true });
   legends.onChange(redraw);
 }
@@ -365,7 +368,7 @@ function addSingleLineChart(container, name, study, group) {
   select.value = String(selected);
   select.dataset.choose = name;
   // A print has the title of the selected line instead of the select.
-  const captionAttributes = { class: "selected-line", "data-selected": lineTitles[selected] };
+  const captionAttributes = { class: "selected-option", "data-selected": lineTitles[selected] };
   const caption = createElement("span", captionAttributes, `${CHART_TITLES[name]}: `, select);
   const isWide = name === "confusion";
   const redraw = addFigure(container, { caption, scaleNote: study.scale, draw, describe, isWide });
@@ -465,7 +468,7 @@ function addSplitCharts(section, study) {
 function createSplitRows(split) {
   const rows = [["kind", "client", "class", "images"]];
   const addCounts = (kind, client, counts) => {
-    counts.forEach((count, index) => rows.push([kind, client, split.classes[index], count]));
+    counts.forEach((count, index) => rows.push([kind, client, split.classes[kind][index], count]));
   };
   addCounts("labeled", "server", split.server ?? []);
   for (const kind of ["labeled", "unlabeled"]) {
