@@ -600,7 +600,8 @@ function bubbleChart(width, split) {
   // The server is the first column, followed by an empty one.
   const serverColumns = server ? ["server", ""] : [];
   const columns = [...serverColumns, ...shownClients.map(String)];
-  const longestName = Math.max(...Object.values(classes).flatMap((names) => names.map((name) => shortenName(name).length)));
+  const names = Object.values(classes).flat();
+  const longestName = Math.max(...names.map((name) => shortenName(name).length));
   const marginLeft = 24 + LETTER_WIDTH * longestName;
   const columnWidth = Math.min(34, (width - marginLeft - 6) / columns.length);
   const rowHeight = Math.max(5, Math.min(24, 320 / Math.max(classes.labeled.length, classes.unlabeled.length)));
