@@ -1,15 +1,22 @@
 """The API reference: what `import halfmoon` gives says of every argument and field what it is, and what is raised."""
 
 import ast
+import doctest
 import importlib.metadata
 import re
 import sys
 from inspect import signature
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import griffe
+import numpy as np
+import PIL.Image
 import pytest
+import torch
+from PIL import Image
+from report_folders import write_sweep
 
 import halfmoon
 from halfmoon import Config
@@ -69,19 +76,31 @@ def test_a_public_name_says_what_it_takes_and_raises(package: griffe.Module, nam
     assert missing == []
 
 
-CALLED = [
-    *("run", "compare", "problem", "resume", "load_run", "sweep", "load_data", "save_data", "load_model", "tracker"),
-    *("Config", "Scenario", "Split", "FederatedClassifier", "Results", "Results.to_frame", "Results.plot"),
-    *("Results.to_latex", "Model.predict", "Model.predict_proba", "Model.evaluate", "Model.calibrate", "Model.export"),
+METHODS = [
+    *("Results.to_frame", "Results.plot", "Results.to_latex"),
+    *("Model.predict", "Model.predict_proba", "Model.evaluate", "Model.calibrate", "Model.export"),
+]
+"""Methods of public classes that have an entry of their own in the reference."""
+LONG = (
+    *("run", "compare", "sweep", "resume", "tracker", "Config", "FederatedClassifier"),
+    *("Callback", "Callbacks", "ClientUpdate", "Federation", "NullCallback", "Model.export"),
+)
+"""Names whose examples take longer than others of their kind."""
+EXAMPLES = [
+    pytest.param(name, marks=pytest.mark.nightly) if name in LONG else name for name in (*halfmoon.__all__, *METHODS)
 ]
 
 
-@pytest.mark.parametrize("name", CALLED)
-def test_what_users_call_has_an_example_with_arguments_that_exist(name: str) -> None:
+def docs_site() -> Any:
     sys.path.append(str(ROOT / "tools"))
-    from docs_site import example
+    import docs_site
 
-    code = example(attrgetter(name)(halfmoon))
+    return docs_site
+
+
+@pytest.mark.parametrize("name", [*halfmoon.__all__, *METHODS])
+def test_each_name_has_an_example_with_arguments_that_exist(name: str) -> None:
+    code = docs_site().example(attrgetter(name)(halfmoon))
     assert code
     for call in [node for node in ast.walk(ast.parse("\n".join(code))) if isinstance(node, ast.Call)]:
         called = ast.unparse(call.func)
@@ -90,6 +109,68 @@ def test_what_users_call_has_an_example_with_arguments_that_exist(name: str) -> 
         function = getattr(halfmoon, called.removeprefix("halfmoon."))
         known = {*signature(function).parameters, *Config.__dataclass_fields__}
         assert {keyword.arg for keyword in call.keywords} <= known
+
+
+@pytest.fixture(scope="module")
+def example_names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Prepare a folder, and the names that examples use: images and labels, a finished run and its model."""
+    folder = tmp_path_factory.mktemp("examples")
+    digits = halfmoon.load_data("digits")
+    X, y = digits.train.images[:200], digits.train.labels[:200]
+    test = (digits.test.images[:80], digits.test.labels[:80])
+    Image.fromarray(np.repeat(X[0], 3, axis=2)).save(folder / "photo.jpg")
+    (folder / "folder").mkdir()
+    Image.fromarray(X[0, :, :, 0]).save(folder / "folder" / "a.png")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        small = {"rounds": 2, "clients": 5, "cohort": 2, "data_share": 0.2}
+        results = halfmoon.run(run_dir="runs/first", **small)
+        halfmoon.run(data=(X, y), run_dir="runs/arrays", rounds=1, clients=5)
+    write_sweep(folder / "sweeps").rename(folder / "sweeps" / "feddure-table1-tiny")
+    names = {"halfmoon": halfmoon, "np": np, "torch": torch, "PIL": PIL, "digits": digits, "folder": folder}
+    names |= {"X": X, "y": y, "X_new": X[:3], "X_test": test[0], "y_test": test[1], "test": test}
+    names |= {"X_validation": test[0], "y_validation": test[1], "results": results, "model": results.model}
+    return {**names, "UserError": halfmoon.UserError, "FederatedClassifier": halfmoon.FederatedClassifier}
+
+
+class PrintedIfGiven(doctest.OutputChecker):
+    """Compare what a statement prints only where the docstring has it."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return not want or super().check_output(want, got, optionflags)
+
+
+def run_examples(value: Any, names: dict[str, Any]) -> str:
+    """Run the examples of a docstring, and return a report of those that fail: "" for none."""
+    report: list[str] = []
+    examples = docs_site().read_examples(value)
+    test = doctest.DocTest(examples, dict(names), value.__qualname__, None, None, value.__doc__)
+    doctest.DocTestRunner(PrintedIfGiven(), verbose=False).run(test, out=report.append)
+    return "".join(report)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_example_runs_and_prints_what_is_below_it(
+    name: str, example_names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(example_names["folder"])
+    assert run_examples(attrgetter(name)(halfmoon), example_names) == ""
+
+
+def test_an_example_that_fails_is_noticed() -> None:
+    def wrong() -> None:
+        """Do nothing.
+
+        Examples:
+            >>> 1 + 1
+            3
+            >>> missing
+        """
+
+    report = run_examples(wrong, {})
+    assert "Expected:\n    3\nGot:\n    2" in report
+    assert "NameError" in report
 
 
 def test_what_a_docstring_does_not_say_is_noticed() -> None:

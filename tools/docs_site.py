@@ -7,6 +7,8 @@ file of the repository that is no page (a test, a script) becomes its name. The 
 """
 
 import ast
+import doctest
+import inspect
 import posixpath
 import re
 import sys
@@ -61,8 +63,8 @@ def public() -> str:
     import halfmoon
 
     lines = ["# halfmoon", "", "What `import halfmoon` gives. The pages beside this one have all modules.", ""]
-    # What is called, with an example each, comes before the types that methods use.
-    names = sorted(halfmoon.__all__, key=lambda name: not example(getattr(halfmoon, name)))
+    # What is called comes before the types of custom methods and callbacks.
+    names = sorted(halfmoon.__all__, key=lambda name: getattr(halfmoon, name).__module__ in TYPE_MODULES)
     for name in names:
         value = getattr(halfmoon, name)
         lines += describe(name, value)
@@ -73,6 +75,9 @@ def public() -> str:
     return "\n".join([*lines, ""])
 
 
+TYPE_MODULES = ("halfmoon.api.types", "halfmoon.runs.callbacks")
+"""Modules of the types that custom methods and callbacks use."""
+
 USED_METHODS = ("to_frame", "plot", "to_latex", "predict", "predict_proba", "evaluate", "calibrate", "export")
 """Methods of public classes that have an entry of their own."""
 
@@ -81,15 +86,27 @@ def describe(name: str, value: Any) -> list[str]:
     """Describe a public name in a line with a link, and by its example."""
     link = f"{value.__module__.split('.')[1]}.md#{value.__module__}.{value.__qualname__}"
     lines = [f"- [`{name}`]({link}): {(value.__doc__ or '').partition(chr(10))[0]}"]
-    if code := example(value):
-        lines += ["", "    ```python", *(f"    {line}" for line in code), "    ```", ""]
+    if examples := read_examples(value):
+        lines += ["", "    ```python"]
+        for each in examples:
+            code = each.source.splitlines()
+            # A blank line around a class or a block.
+            around = [""] if len(code) > 1 and each is not examples[0] else []
+            lines += [*around, *(f"    {line}".rstrip() for line in code), *around[: each is not examples[-1]]]
+            lines += [f"    # {line}" for line in each.want.splitlines()]
+        lines += ["    ```", ""]
     return lines
 
 
-def example(value: Any) -> list[str]:
-    """Return the lines of the section Examples of a docstring."""
+def read_examples(value: Any) -> list[doctest.Example]:
+    """Parse the section Examples of a docstring: statements, with what they print if the docstring has it."""
     _, heading, section = (getattr(value, "__doc__", None) or "").partition("Examples:\n")
-    return re.findall(r"^\s*>>> (.*)$", section, flags=re.MULTILINE) if heading else []
+    return doctest.DocTestParser().get_examples(inspect.cleandoc(section)) if heading else []
+
+
+def example(value: Any) -> list[str]:
+    """Return the lines of code of the section Examples of a docstring."""
+    return [line for each in read_examples(value) for line in each.source.splitlines()]
 
 
 def modules_of(package: str) -> list[Path]:

@@ -40,6 +40,11 @@ class Task:
         schedule: learning rate schedule.
         round: the current round, counted from 0.
         rate: the schedule's factor in this round; `optimizer` already contains it.
+
+    Examples:
+        >>> task = halfmoon.problem(data=(X, y), clients=5, rounds=10, schedule="cosine").task
+        >>> task.at(5).rate
+        0.5
     """
 
     network: Network
@@ -67,7 +72,20 @@ NO_TENSORS: dict[str, Tensor] = {}
 
 
 class ClientData(NamedTuple):
-    """Images of one client. Under vmap, smaller clients are padded to the largest by repeating their rows."""
+    """Images of one client. Under vmap, smaller clients are padded to the largest by repeating their rows.
+
+    Examples:
+        >>> labeled, unlabeled = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.zeros(6, 1, 8, 8, dtype=torch.uint8)
+        >>> data = halfmoon.ClientData(
+        ...     x=labeled,
+        ...     y=torch.tensor([0, 1, 2, 1]),
+        ...     u=unlabeled,
+        ...     labeled=torch.tensor(4),
+        ...     unlabeled=torch.tensor(6),
+        ... )
+        >>> data.rows
+        tensor(10., dtype=torch.float64)
+    """
 
     x: Tensor  # (L, C, H, W) uint8, labeled images
     y: Tensor  # (L,) int64
@@ -89,7 +107,19 @@ class ClientData(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Images of one step, augmented and normalized."""
+    """Images of one step, augmented and normalized.
+
+    Examples:
+        >>> batch = halfmoon.Batch(
+        ...     x=torch.rand(4, 1, 8, 8),
+        ...     y=torch.tensor([0, 1, 2, 1]),
+        ...     x_rows=torch.arange(4),
+        ...     u={"weak": torch.rand(6, 1, 8, 8)},
+        ...     u_rows=torch.arange(6),
+        ... )
+        >>> batch.u["weak"].shape
+        torch.Size([6, 1, 8, 8])
+    """
 
     x: Tensor  # (B, C, H, W) labeled
     y: Tensor  # (B,) int64
@@ -147,6 +177,12 @@ class StepMetrics(NamedTuple):
         pseudo: the pseudo-labels that were used, at most one entry (torch.func does not accept None as a leaf).
         models: pseudo-labels of each of several models for the same images, by the model's name, used or not: "local"
             is a model that remains at its client, "global" one that is uploaded.
+
+    Examples:
+        >>> from halfmoon.api.types import weighted_metric
+        >>> margin = weighted_metric(torch.tensor([0.5, 0.25]))
+        >>> halfmoon.StepMetrics(loss=torch.tensor(1.0), samples={"margin": margin}, pseudo=()).samples["margin"].total
+        tensor(0.7500)
     """
 
     loss: Tensor
@@ -248,6 +284,28 @@ class ClientUpdate:
     - `memory`: the state that the client stored after its last update.
     - `carry`: the state that one step passes to the next.
     - `data`: the client's images. `batch`: the minibatch of a step. `gradient`: the gradient of its loss.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from halfmoon.core.autodiff import grad_and_value
+        >>> from halfmoon.methods.averaging import ModelAveraging
+        >>> from halfmoon.methods.objectives.base import labeled_cross_entropy
+        >>> from halfmoon.models import forward
+        >>> @dataclass(frozen=True)
+        ... class TrainOnLabels(halfmoon.ClientUpdate):
+        ...     def loss(self, params, batch):
+        ...         (logits,), _, moments = forward(self.task.network, params, True, (batch.x,))
+        ...         return labeled_cross_entropy(logits, batch.y), moments
+        ...
+        ...     def step(self, broadcast, carry, batch):
+        ...         gradient, loss, moments = grad_and_value(self.loss, carry["params"], batch)
+        ...         metrics = halfmoon.StepMetrics(loss, samples={}, pseudo=())
+        ...         return self.optimizer_step(carry, gradient, moments), metrics
+        >>> @dataclass(frozen=True)
+        ... class LabelsOnly(ModelAveraging):
+        ...     def client_updates(self, task):
+        ...         return {"train": TrainOnLabels(task)}
+        >>> results = halfmoon.run(method=LabelsOnly(), data=(X, y), rounds=1, clients=5)
     """
 
     task: Task  # shared by all methods of a comparison
@@ -388,7 +446,23 @@ class StateStore(Protocol):
 
 
 class Federation(Protocol):
-    """Interface through which a method reaches clients. `client_update` is a name in `Method.client_updates`."""
+    """Interface through which a method reaches clients. `client_update` is a name in `Method.client_updates`.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from halfmoon.methods.averaging import ModelAveraging
+        >>> from halfmoon.methods.fedavg import LocalTraining
+        >>> from halfmoon.methods.objectives import FixMatch
+        >>> @dataclass(frozen=True)
+        ... class TwoAverages(ModelAveraging):
+        ...     def client_updates(self, task):
+        ...         return {"train": LocalTraining(task, FixMatch())}
+        ...
+        ...     def round(self, task, server, federation):
+        ...         first = federation.average("train", server).update
+        ...         return federation.average("train", first).update
+        >>> results = halfmoon.run(method=TwoAverages(), data=(X, y), rounds=1, clients=5)
+    """
 
     clients: int  # number of registered clients, numbered from 0
     size: int  # number of clients that are sampled for a round
@@ -442,6 +516,25 @@ class Method(Protocol):
 
     In all methods, `task` contains the settings that are shared by all methods of a comparison, and `server` is the
     tree that the last round returned.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from halfmoon.core import tree
+        >>> from halfmoon.methods.averaging import ModelAveraging
+        >>> from halfmoon.methods.fedavg import LocalTraining
+        >>> from halfmoon.methods.objectives import FixMatch
+        >>> @dataclass(frozen=True)
+        ... class HalfSteps(ModelAveraging):
+        ...     keep: float = 0.5
+        ...
+        ...     def client_updates(self, task):
+        ...         return {"train": LocalTraining(task, FixMatch())}
+        ...
+        ...     def round(self, task, server, federation):
+        ...         average = federation.average("train", server).update
+        ...         blend = lambda old, new: self.keep * old + (1 - self.keep) * new
+        ...         return {**average, "params": tree.map(blend, server["params"], average["params"])}
+        >>> results = halfmoon.run(method=HalfSteps(keep=0.3), data=(X, y), rounds=1, clients=5)
     """
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:

@@ -21,14 +21,6 @@ class UserError(ValueError):
     write an option in `message` and `hint` as `{run_dir}`, or with a value as `{clients=2}`, and list the names in
     `option`. Braces around any other text stay as they are, so paths and quoted errors need no escaping.
 
-    >>> error = UserError("it must be at least 1.", option="clients", value=0)
-    >>> str(error)
-    '--clients is 0: it must be at least 1.'
-    >>> error.in_python()
-    'clients is 0: it must be at least 1.'
-    >>> str(UserError("out/ is a file, not a folder", option="run_dir", hint="choose another {run_dir}."))
-    'out/ is a file, not a folder; choose another --run-dir.'
-
     Args:
         message: what is wrong and where.
         option: the configuration name of the option at fault, or of all options that the text mentions, that one first.
@@ -37,6 +29,15 @@ class UserError(ValueError):
         resume: the run folder of which `{resume}` in the text is resumed.
 
     The exception's `options` are the names in `option`, as a tuple.
+
+    Examples:
+        >>> error = UserError("it must be at least 1.", option="clients", value=0)
+        >>> str(error)
+        '--clients is 0: it must be at least 1.'
+        >>> error.in_python()
+        'clients is 0: it must be at least 1.'
+        >>> str(UserError("out/ is a file, not a folder", option="run_dir", hint="choose another {run_dir}."))
+        'out/ is a file, not a folder; choose another --run-dir.'
     """
 
     def __init__(
@@ -140,6 +141,13 @@ class Diverged(RuntimeError):
         round: the round, from 0.
         client: the client; None if the model of a whole round is meant.
         step: the client's step, from 0; None likewise.
+
+    Examples:
+        >>> try:
+        ...     halfmoon.run(data=(X, y), method="fedavg", lr=1e9, rounds=2, clients=5)
+        ... except halfmoon.Diverged as error:
+        ...     print("round", error.round)
+        round 0
     """
 
     def __init__(self, round: int, client: int | None, step: int | None, value: float, quantity: str = "loss") -> None:

@@ -37,6 +37,11 @@ class Images:
 
     Raises:
         UserError: If an array has another type or shape.
+
+    Examples:
+        >>> images = halfmoon.Images(np.zeros((10, 8, 8, 1), np.uint8), np.arange(10) // 5)
+        >>> images.rows(images.labels == 1)
+        <5 images of 8x8 with 1 channel>
     """
 
     images: np.ndarray
@@ -95,6 +100,10 @@ class Source:
 
     Raises:
         UserError: If images and classes disagree.
+
+    Examples:
+        >>> halfmoon.load_data("digits")
+        <digits: 1,437 train, 360 test images of 8x8 with 1 channel, 10 classes>
     """
 
     name: str

@@ -28,6 +28,13 @@ class RunInfo:
         first: rounds that were finished before: 0, or those of the checkpoint from which the run resumes.
         group: the folder of the comparison, the sweep or the run with baselines that the run is part of; None for a
             single run.
+
+    Examples:
+        >>> class Folders(halfmoon.NullCallback):
+        ...     def begin(self, run):
+        ...         print(run.config.method, run.first, run.rounds, run.folder.name)
+        >>> results = halfmoon.run(data=(X, y), method="fedavg", rounds=1, clients=5, run_dir="runs/callback", watch=Folders())
+        fedavg 0 1 callback
     """
 
     folder: Path
@@ -47,6 +54,22 @@ class Callback(EventRecorder, Protocol):
 
     Messages for the user are events: `record(name, text, **fields)` displays the sentence `text`, and programs read the
     event's name and fields (`halfmoon.storage.events.EventRecorder`).
+
+    Examples:
+        >>> class Losses:
+        ...     def begin(self, run):
+        ...         self.losses = []
+        ...
+        ...     def round(self, run, row):
+        ...         self.losses.append(row["train"]["loss"])
+        ...
+        ...     def end(self, run, summary):
+        ...         print(len(self.losses), "losses of", summary["method"])
+        ...
+        ...     def record(self, name, text, /, **fields):
+        ...         pass
+        >>> results = halfmoon.run(data=(X, y), method="fedavg", rounds=2, clients=5, watch=Losses())
+        2 losses of fedavg
     """
 
     def begin(self, run: RunInfo) -> None:
@@ -60,7 +83,16 @@ class Callback(EventRecorder, Protocol):
 
 
 class NullCallback(Callback):
-    """Ignore runs, rounds and events: a base class for callbacks that handle only some of them."""
+    """Ignore runs, rounds and events: a base class for callbacks that handle only some of them.
+
+    Examples:
+        >>> class Rounds(halfmoon.NullCallback):
+        ...     def round(self, run, row):
+        ...         print("round", row["round"], "of", run.rounds)
+        >>> results = halfmoon.run(data=(X, y), method="fedavg", rounds=2, clients=5, watch=Rounds())
+        round 1 of 2
+        round 2 of 2
+    """
 
     def record(self, name: str, text: str, /, **fields: Any) -> None:
         """Ignore an event.
@@ -119,6 +151,14 @@ class Callbacks:
 
     Its methods are those of `Callback`: `begin(run)`, `round(run, row)`, `end(run, summary)` and `record(name, text,
     **fields)`.
+
+    Examples:
+        >>> class Rounds(halfmoon.NullCallback):
+        ...     def round(self, run, row):
+        ...         print("round", row["round"])
+        >>> both = halfmoon.Callbacks(Rounds(), halfmoon.tracker("tensorboard"))
+        >>> results = halfmoon.run(data=(X, y), method="fedavg", rounds=1, clients=5, watch=both)
+        round 1
     """
 
     def __init__(self, *callbacks: Callback, failures: EventRecorder | None = None) -> None:

@@ -111,6 +111,11 @@ class Problem:
         server_batching: the batch rule of training at the server.
         input_size: height and width of the images before they were shrunk and padded.
         validation: validation images, which no client trains on.
+
+    Examples:
+        >>> problem = halfmoon.problem(data=(X, y), clients=5)
+        >>> problem.split.clients
+        5
     """
 
     source: Source

@@ -302,6 +302,12 @@ class SweepResults(Results):
 
     Attributes:
         study: the sweep as stored in its file.
+
+    Examples:
+        >>> table = halfmoon.load_run("sweeps/feddure-table1-tiny")
+        >>> accuracy = table.to_frame().query("metric == 'accuracy'")
+        >>> accuracy.groupby(["axis:method", "round"])["value"].mean()
+        >>> print(table.to_latex())
     """
 
     def __init__(self, folder: Path) -> None:
