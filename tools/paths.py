@@ -285,7 +285,7 @@ RUN_DATA = (
     Stage(
         "cli.main.main",
         (
-            "studies.scan_folder.scan_images",
+            "studies.scan_folder.scan_folder",
             "studies.plan._plan_heads",
             "data.sources._read_folder",
             "runs.factory.build_problem",

@@ -4,6 +4,7 @@ import math
 import operator
 import os
 import pickle
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -56,6 +57,14 @@ def test_an_exception_is_raised_at_its_item(executor: Executor) -> None:
     assert [next(results), next(results)] == [2.0, 3.0]
     with pytest.raises(ValueError, match="math domain error"):
         next(results)
+
+
+def test_a_result_is_freed_before_the_next_one_is_taken(executor: Executor) -> None:
+    """An upload may be as large as the model: no executor keeps a reference to one that it has yielded."""
+    results = executor.map(torch.zeros, [2, 3, 4])
+    for _ in range(3):
+        result = weakref.ref(next(results))
+        assert result() is None
 
 
 def test_tasks_yield_themselves_with_their_results(executor: Executor, tmp_path: Path) -> None:

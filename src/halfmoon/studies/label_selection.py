@@ -32,7 +32,7 @@ from halfmoon.studies.decision import MARGIN, difference_interval, solve_head
 from halfmoon.studies.fold_solver import FoldSolver
 from halfmoon.studies.folds import Fold, cross_validation_folds
 from halfmoon.studies.plan import head_config, head_task
-from halfmoon.studies.scan_folder import FolderContents, decode_images, scan_images
+from halfmoon.studies.scan_folder import FolderContents, decode_images, read_headers
 
 MIN_RANDOM_LABELS = 20
 """Random labels from which on a head is tested on these only."""
@@ -107,8 +107,18 @@ def folder_features(folder: Path, paths: Sequence[str], report_progress: Progres
     """
     # Features do not depend on labels: no image has one here, and the two class names are arbitrary, because a task needs
     # at least two classes.
-    no_labels = np.full(len(paths), -1)
-    contents = scan_images(folder, ("a", "b"), [folder / path for path in paths], no_labels)
+    headers = read_headers(folder, [folder / path for path in paths])
+    contents = FolderContents(
+        folder=folder,
+        classes=("a", "b"),
+        paths=tuple(folder / path for path in paths),
+        labels=np.full(len(paths), -1),
+        tests=0,
+        sizes=headers.sizes,
+        gray=headers.gray,
+        headers=headers.count,
+        site=True,
+    )
     config, _, _ = head_config({}, contents)
     image_spec = _image_spec(contents)
     head, _, normalize = head_task(config, image_spec)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -173,51 +174,57 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
     """
     if memory.is_memory_name(str(folder)):
         return _scan_memory(str(folder))
-    if is_site_folder(folder) and not _has_only_class_names(folder):
+    tests = 0
+    nested = 0
+    is_site = is_site_folder(folder) and not _has_only_class_names(folder)
+    if is_site:
         site_folder = read_site(folder)
-        if not (site_folder.labels >= 0).any():
+        classes = site_folder.classes
+        paths = [folder / path for path in site_folder.paths]
+        labels = site_folder.labels
+        used = np.unique(labels[labels >= 0])
+        if not len(used):
             raise UserError(
                 f"{folder}: no image has a label: `halfmoon site label {folder}` labels a few, or write {LABELS_FILE} with "
                 "the header path,label."
             )
-        used = np.unique(site_folder.labels[site_folder.labels >= 0])
         if len(used) < 2:
             raise UserError(
-                f"{folder}: all its labels are {site_folder.classes[used[0]]!r}, so there is nothing to tell apart; label "
-                "images of another class, too."
+                f"{folder}: all its labels are {classes[used[0]]!r}, so there is nothing to tell apart; label images of "
+                "another class, too."
             )
-        return scan_images(
-            folder,
-            site_folder.classes,
-            [folder / path for path in site_folder.paths],
-            site_folder.labels,
-            groups=site_folder.image_groups(group_pattern),
-        )
-    if has_official_files(folder) or not has_classes(folder):
+        groups = site_folder.image_groups(group_pattern)
+    elif has_official_files(folder) or not has_classes(folder):
         return None
-    train_folder = find_subset(folder, "train")
-    images_by_class = list_classes(train_folder or folder)
-    tests = 0
-    if train_folder is not None:
-        refuse_unlabeled(folder, train_folder)
-        test_folder = find_subset(folder, "test") or find_subset(folder, "validation")
-        if test_folder is not None:
-            tests_by_class = list_classes(test_folder)
-            check_same_classes(folder, images_by_class, tests_by_class, test_folder.name)
-            tests = sum(map(len, tests_by_class.values()))
-    paths = [path for images in images_by_class.values() for path in images]
-    counts = [len(images) for images in images_by_class.values()]
-    labels = np.repeat(np.arange(len(images_by_class)), counts)
-    groups = groups_of(paths, group_pattern)
-    return scan_images(
-        folder,
-        tuple(images_by_class),
-        paths,
-        labels,
+    else:
+        train_folder = find_subset(folder, "train")
+        images_by_class = list_classes(train_folder or folder)
+        if train_folder is not None:
+            refuse_unlabeled(folder, train_folder)
+            test_folder = find_subset(folder, "test") or find_subset(folder, "validation")
+            if test_folder is not None:
+                tests_by_class = list_classes(test_folder)
+                check_same_classes(folder, images_by_class, tests_by_class, test_folder.name)
+                tests = sum(map(len, tests_by_class.values()))
+        classes = tuple(images_by_class)
+        paths = [path for images in images_by_class.values() for path in images]
+        labels = np.repeat(np.arange(len(classes)), [len(images) for images in images_by_class.values()])
+        groups = groups_of(paths, group_pattern)
+        nested = count_nested(images_by_class, train_folder or folder)
+    headers = read_headers(folder, paths)
+    return FolderContents(
+        folder=folder,
+        classes=tuple(classes),
+        paths=tuple(paths),
+        labels=labels,
         tests=tests,
-        site=False,
+        sizes=headers.sizes,
+        gray=headers.gray,
+        headers=headers.count,
+        site=is_site,
         groups=groups,
-        nested=count_nested(images_by_class, train_folder or folder),
+        nested=nested,
+        copies=count_equal_files(paths),
     )
 
 
@@ -273,27 +280,26 @@ def count_equal_files(paths: Sequence[Path]) -> int:
     return copies
 
 
-def scan_images(
-    folder: Path,
-    classes: Sequence[str],
-    paths: Sequence[Path],
-    labels: np.ndarray,
-    tests: int = 0,
-    site: bool = True,
-    groups: Sequence[str] | None = None,
-    nested: int = 0,
-) -> FolderContents:
+class ImageHeaders(NamedTuple):
+    """What the headers of some images declare.
+
+    Attributes:
+        sizes: (height, width) and its count, the most frequent size first.
+        gray: the number of gray images.
+        count: the number of images whose headers were read.
+    """
+
+    sizes: Mapping[tuple[int, int], int]
+    gray: int
+    count: int
+
+
+def read_headers(folder: Path, paths: Sequence[Path]) -> ImageHeaders:
     """Read sizes and color modes from the headers of up to `MAX_HEADERS` images, evenly spaced in the list.
 
     Args:
-        folder: the folder of the images.
-        classes: class names.
-        paths: the training images, N of them.
-        labels: int64 (N,), -1 for an image without a label.
-        tests: the number of images in a test folder.
-        site: a site's folder.
-        groups: the patient or group of each image.
-        nested: the number of images in subfolders of class folders.
+        folder: the folder of the images, for the message.
+        paths: the images.
 
     Raises:
         UserError: none of these images is readable.
@@ -303,19 +309,10 @@ def scan_images(
     if not headers:
         raise UserError(f"{folder}: none of its {len(paths):,} images can be read; see halfmoon site check.")
     sizes = Counter(image_header[:2] for image_header in headers)
-    return FolderContents(
-        folder=folder,
-        classes=tuple(classes),
-        paths=tuple(paths),
-        labels=labels,
-        tests=tests,
+    return ImageHeaders(
         sizes=dict(sizes.most_common()),
         gray=sum(image_header[2] for image_header in headers),
-        headers=len(headers),
-        site=site,
-        groups=groups,
-        nested=nested,
-        copies=count_equal_files(paths),
+        count=len(headers),
     )
 
 
