@@ -3,7 +3,9 @@
     python benchmarks/executors.py vmap [--clients 20] [--group-sizes 5 10 20] [--turns 4] [--networks small:16:8:1 ...]
     python benchmarks/executors.py padding [--methods NAME ...] [--rules main rest large] [--cohorts 5 20] [--turns 9]
     python benchmarks/executors.py workers [--cohort 10] [--steps 8] [--turns 5] [--cores 2 4 8 10 16]
-    python benchmarks/executors.py device [--device cuda] [--rounds 10] [--no-ceilings]
+    python benchmarks/executors.py device [--device cuda] [--rounds 10] [--no-ceilings] [--networks small resnet9]
+                                          [--methods fedavg fedavg-fixmatch feddure] [--executors loop vmap]
+                                          [--images 500]
 
 vmap: clients of equal size in vmapped programs of several sizes against the loop, over networks given as
 NAME:WIDTH:PIXELS:CHANNELS. Each round has two steps of FedAvg on 10 labeled images a client, or of FixMatch on 10 + 10 or
@@ -25,11 +27,14 @@ bus, a cache and a clock rate, so two workers are timed by the clock as well.
 
 device: runs on random images of 32x32 on a GPU or CPU, ten clients of which five train in a round, with batches of 10
 labeled and 90 unlabeled images, as in FedDure's Table 1 at full size. Each line is the median of the rounds after the
-first, which warms up cuDNN and the allocator. Calls, launches, copies and waits are those of a second run of two rounds.
+first, which warms up cuDNN and the allocator. TFLOP/s are those of the convolutions and linear layers in the passes of the
+clients, counted from the network. Calls, launches, copies and waits are those of a second run of two rounds.
 Before that, the limits of the device: a large copy and a large matrix product in float32, TF32 and bfloat16.
+The share of the peak is that of the float32 product; `--no-ceilings` leaves both out.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -39,7 +44,7 @@ import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +67,7 @@ from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
+from halfmoon.models import NETWORKS
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
 
@@ -256,8 +262,9 @@ DEVICE_EXECUTORS = ("loop", "vmap")
 CLIENTS = 10
 COHORT = 5
 IMAGES_PER_CLIENT = 500
-MATRIX_SIDE = 8192
-COPY_BYTES = 2**30
+MATRIX_SIDES = {"cuda": 8192, "cpu": 1024}
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
+"""Sizes for the limits of a device, which a processor would take minutes for."""
 
 
 def wait_for(device: torch.device) -> None:
@@ -281,11 +288,13 @@ def median_seconds(call: Callable[[], object], device: torch.device, repeats: in
 
 def measure_limits(device: torch.device) -> dict[str, float]:
     """Return GB/s of a copy (bytes read and written) and TFLOP/s of matrix products."""
-    source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device=device)
+    copied = COPY_BYTES[device.type]
+    side = MATRIX_SIDES[device.type]
+    source = torch.randint(0, 255, (copied,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    rates = {"copy GB/s": 2 * COPY_BYTES / median_seconds(lambda: target.copy_(source), device) / 1e9}
-    products = 2 * MATRIX_SIDE**3
-    a = torch.randn(MATRIX_SIDE, MATRIX_SIDE, device=device)
+    rates = {"copy GB/s": 2 * copied / median_seconds(lambda: target.copy_(source), device) / 1e9}
+    products = 2 * side**3
+    a = torch.randn(side, side, device=device)
     for name, dtype, precision in (
         ("float32", torch.float32, "highest"),
         ("TF32", torch.float32, "high"),
@@ -298,10 +307,10 @@ def measure_limits(device: torch.device) -> dict[str, float]:
     return rates
 
 
-def make_images(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def make_images(images_per_client: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return random images (N, 32, 32, 3) uint8, their classes with -1 for unlabeled, and the client of each."""
-    generator = np.random.default_rng(seed)
-    n = CLIENTS * IMAGES_PER_CLIENT
+    generator = np.random.default_rng(0)
+    n = CLIENTS * images_per_client
     images = generator.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8)
     labels = np.tile(np.arange(10), n // 10)
     labels[generator.random(n) < 0.9] = -1
@@ -310,31 +319,47 @@ def make_images(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return images, labels, clients
 
 
-def run_rounds(method: str, network: str, executor: str, rounds: int, device: str, folder: Path) -> dict[str, float]:
-    """Train some rounds; return the median seconds a round and, on a GPU, the peak memory."""
-    name, width = DEVICE_NETWORKS[network]
-    images, labels, clients = make_images(seed=0)
+class DeviceCase(NamedTuple):
+    """A row of the table: the network (a key of `DEVICE_NETWORKS`), the method, the executor, and the images a client."""
+
+    network: str
+    method: str
+    executor: str
+    images_per_client: int
+
+
+def run_rounds(case: DeviceCase, rounds: int, device: str, folder: Path) -> dict[str, float]:
+    """Train some rounds; return the median seconds a round, TFLOP/s and, on a GPU, the peak memory."""
+    name, width = DEVICE_NETWORKS[case.network]
+    method = case.method
+    images, labels, clients = make_images(case.images_per_client)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     options = dict(
         method=method, data=(images, labels), clients=clients, network=name, width=width, cohort=COHORT, rounds=rounds,
-        executor=executor, device=device, labeled_batch=10, unlabeled_batch=90, epochs=1, optimizer="adam", lr=5e-4,
+        executor=case.executor, device=device, labeled_batch=10, unlabeled_batch=90, epochs=1, optimizer="adam", lr=5e-4,
         statistics="joint", budget="none", evaluate_every=rounds, checkpoint_every=rounds, seed=0,
         **DEVICE_METHODS[method],
     )  # fmt: skip
     halfmoon.run(**options, test=(images[:100], np.arange(100) % 10), run_dir=folder, progress=False)
     seconds = [json.loads(line)["seconds"] for line in (folder / "timings.jsonl").read_text().splitlines()]
     figures = {"seconds a round": statistics.median(seconds[1:])}
+    costs = [json.loads(line)["cost"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    images_passed = [costs[-1][key] - costs[0][key] for key in ("forward", "backward")]
+    products = NETWORKS[name](channels=3, classes=10, width=width).count_products((3, 32, 32))
+    # A backward pass has two products of the size of each forward one: the gradients of the input and of the weights.
+    operations = 2 * products * (images_passed[0] + 2 * images_passed[1])
+    figures["TFLOP/s"] = operations / sum(seconds[1:]) / 1e12
     if device == "cuda":
         figures["peak MB"] = torch.cuda.max_memory_allocated() / 1e6
     return figures
 
 
-def count_kernels(method: str, network: str, executor: str, device: str, folder: Path) -> dict[str, int]:
+def count_kernels(case: DeviceCase, device: str, folder: Path) -> dict[str, int]:
     """Count the kernel launches, copies and waits of a run of two rounds; on a CPU the calls of operators."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities) as profiled:
-        run_rounds(method, network, executor, 2, device, folder)
+        run_rounds(case, 2, device, folder)
     names = [event.name for event in profiled.events()]
     if device != "cuda":
         return {"calls": sum(name.startswith("aten::") for name in names)}
@@ -351,24 +376,27 @@ def measure_device(options: argparse.Namespace) -> None:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else platform.processor() or platform.machine()
     print(f"{name}; Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}\n")
+    rates: dict[str, float] = {}
     if not options.no_ceilings:
         rates = measure_limits(device)
         print("| " + " | ".join(rates) + " |\n|" + "--:|" * len(rates))
-        print("| " + " | ".join(f"{rate:.1f}" for rate in rates.values()) + " |\n")
+        print("| " + " | ".join(f"{rate:.3g}" for rate in rates.values()) + " |\n")
     header_written = False
-    for network in DEVICE_NETWORKS:
-        for method in DEVICE_METHODS:
-            for executor in DEVICE_EXECUTORS:
-                with tempfile.TemporaryDirectory() as folder:
-                    run = Path(folder) / "run"
-                    figures = run_rounds(method, network, executor, options.rounds, options.device, run)
-                    figures |= count_kernels(method, network, executor, options.device, Path(folder) / "profiled")
-                if not header_written:
-                    print("| network | method | executor | " + " | ".join(figures) + " |")
-                    print("|---|---|---|" + "--:|" * len(figures))
-                    header_written = True
-                values = [f"{value:.3f}" if isinstance(value, float) else f"{value:,}" for value in figures.values()]
-                print(f"| {network} | `{method}` | {executor} | " + " | ".join(values) + " |", flush=True)
+    networks = [key for key, (network, _) in DEVICE_NETWORKS.items() if network in options.networks]
+    methods = [method for method in DEVICE_METHODS if method in options.methods]
+    executors = [executor for executor in DEVICE_EXECUTORS if executor in options.executors]
+    for case in (DeviceCase(*each, options.images) for each in itertools.product(networks, methods, executors)):
+        with tempfile.TemporaryDirectory() as folder:
+            figures = run_rounds(case, options.rounds, options.device, Path(folder) / "run")
+            if rates:
+                figures["share of the peak"] = figures["TFLOP/s"] / rates["float32 TFLOP/s"]
+            figures |= count_kernels(case, options.device, Path(folder) / "profiled")
+        if not header_written:
+            print("| network | method | executor | " + " | ".join(figures) + " |")
+            print("|---|---|---|" + "--:|" * len(figures))
+            header_written = True
+        values = [f"{value:.3f}" if isinstance(value, float) else f"{value:,}" for value in figures.values()]
+        print(f"| {case.network} | `{case.method}` | {case.executor} | " + " | ".join(values) + " |", flush=True)
 
 
 def main() -> None:
@@ -397,6 +425,10 @@ def main() -> None:
     device.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     device.add_argument("--rounds", type=int, default=10)
     device.add_argument("--no-ceilings", action="store_true", help="skip the limits of the device")
+    device.add_argument("--networks", nargs="+", default=["small", "resnet9"], help="of both networks, these")
+    device.add_argument("--methods", nargs="+", choices=list(DEVICE_METHODS), default=list(DEVICE_METHODS))
+    device.add_argument("--executors", nargs="+", choices=DEVICE_EXECUTORS, default=DEVICE_EXECUTORS)
+    device.add_argument("--images", type=int, default=IMAGES_PER_CLIENT, help="images of each client")
     options = parser.parse_args()
     if options.command != "device":
         torch.set_num_threads(1)

@@ -7,9 +7,9 @@
                                          [--statistics joint separate]
     python benchmarks/resources.py page [--side 8192] [--kinds KIND ...]
 
-start: the time until `halfmoon --help` has ended, and until `halfmoon run` takes its first step on digits. Seconds of the
-processor and of the clock, medians over turns; with `--against` another checkout takes turns, and the medians of the
-ratios within a turn are printed.
+start: the time until PyTorch and halfmoon are imported, until `halfmoon --help` has ended, and until `halfmoon run` and
+`halfmoon.run` in Python take their first step on digits. Seconds of the processor and of the clock, medians over turns; with
+`--against` another checkout takes turns, and the medians of the ratios within a turn are printed.
 
 phases: the processor time of loading and evaluation in a short run on CIFAR-10, twice: first with an empty cache of decoded
 images, then with it. The run is FedAvg + FixMatch like that of the scale "small" of `halfmoon sweep feddure-table1`, but it
@@ -74,19 +74,28 @@ sys.meta_path.insert(0, Finder)
 """
 """Code after which a process exits with code 17 at the first gradient."""
 
-START_COMMANDS = {
-    "--help": (["--help"], 0),
-    "run": (["run", "--method", "fedavg-fixmatch", "--rounds", "1", "--run-dir", "{folder}/run"], 17),
+RUN_COMMAND = """\
+from halfmoon.cli.main import main
+sys.exit(main(["run", "--method", "fedavg-fixmatch", "--rounds", "1", "--run-dir", "{folder}/run"]))
+"""
+START_PROGRAMS = {
+    "import torch": ("import torch", 0),
+    "import halfmoon": ("import halfmoon", 0),
+    "halfmoon --help": ('import sys\nfrom halfmoon.cli.main import main\nsys.exit(main(["--help"]))', 0),
+    "halfmoon run, first step": (EXIT_AT_FIRST_STEP + RUN_COMMAND, 17),
+    "halfmoon.run(), first step": (
+        EXIT_AT_FIRST_STEP + "import halfmoon\n"
+        'halfmoon.run(method="fedavg-fixmatch", rounds=1, run_dir="{folder}/run")',
+        17,
+    ),
 }
-"""Arguments and exit code."""
+"""Programs, in which {folder} is a temporary folder, and their exit codes."""
 
 
-def time_command(checkout: Path, arguments: list[str], exit_code: int) -> tuple[float, float]:
-    """Run a halfmoon command of a checkout; return the seconds of the processor and of the clock."""
+def time_program(checkout: Path, program: str, exit_code: int) -> tuple[float, float]:
+    """Run a program with the halfmoon of a checkout; return the seconds of the processor and of the clock."""
     with tempfile.TemporaryDirectory() as folder:
-        argv = [argument.format(folder=folder) for argument in arguments]
-        hook = EXIT_AT_FIRST_STEP if exit_code else ""
-        program = f"{hook}import sys\nfrom halfmoon.cli.main import main\nsys.exit(main({argv}))"
+        program = program.replace("{folder}", folder)
         environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
         start = time.perf_counter()
         with Path(folder, "output").open("w") as file:
@@ -102,8 +111,8 @@ def measure_start(options: argparse.Namespace) -> None:
     """Print the times of both commands."""
     checkouts = [ROOT, *([] if options.against is None else [options.against])]
     print("| | processor, s | wall clock, s | the other's processor, s | ratio |\n|---|---|---|---|---|")
-    for name, (arguments, exit_code) in START_COMMANDS.items():
-        turns = [[time_command(each, arguments, exit_code) for each in checkouts] for _ in range(options.turns)]
+    for name, (program, exit_code) in START_PROGRAMS.items():
+        turns = [[time_program(each, program, exit_code) for each in checkouts] for _ in range(options.turns)]
         this = [turn[0] for turn in turns]
         cells = [f"{statistics.median(seconds[k] for seconds in this):.2f}" for k in (0, 1)]
         if len(checkouts) > 1:

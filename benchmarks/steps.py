@@ -340,7 +340,7 @@ def compare_adam_steps(network: Network, clients: int, turns: int) -> tuple[floa
     state = vmap_clients(optimizer.init)(params)
     all_at_once = vmap_clients(optimizer.step)
 
-    def step_by_leaf() -> object:
+    def step_by_leaf() -> tuple[tree.Tree, tree.Tree]:
         # A learning rate as a tensor takes the implementation that calls every operator for each leaf.
         return torch.func.vmap(replace(optimizer, lr=torch.tensor(1e-3)).step)(params, gradient, state)
 
