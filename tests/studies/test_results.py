@@ -1,5 +1,7 @@
 """Runs that are started from Python: what they return, calling again, and errors and remarks in Python's words."""
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -28,6 +30,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> halfmoon.Results:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return halfmoon.compare(METHODS, seeds=2, run_dir=tmp_path_factory.mktemp("pair") / "both", **SMALL)
+
+
+def test_run_is_imported_without_pandas_and_charts():
+    """They take a third of the time until the first step, and only results need them."""
+    code = "import sys, halfmoon; halfmoon.run; sys.exit('pandas' in sys.modules or 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_frame_has_the_numbers_of_the_files(pair: halfmoon.Results) -> None:

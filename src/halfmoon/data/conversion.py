@@ -12,15 +12,15 @@ are the sorted different labels as text, unless the data set names its classes.
 """
 
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
-import pandas as pd
 import torch
 from PIL import Image, UnidentifiedImageError
 
@@ -34,6 +34,9 @@ from halfmoon.data.readers.class_folders import SUBSET_NAMES
 from halfmoon.data.readers.decode import MAX_LISTED, decode_prepared, prepare_image
 from halfmoon.data.readers.label_table import LABEL_TITLES, PATH_TITLES
 from halfmoon.data.readers.parquet import IMAGE_COLUMNS, LABEL_COLUMNS, find_column
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 CHANNELS = (1, 3)
 """Numbers of channels of an image: gray and RGB."""
@@ -109,7 +112,7 @@ def open_images(data: Any, *, classes: Sequence[str] | None = None, name: str = 
         return _open_pair(data[0], data[1], classes, name)
     if _is_hugging_face(data):
         return _open_hugging_face(data, classes, name)
-    if isinstance(data, pd.DataFrame):
+    if _is_data_frame(data):
         columns = list(map(str, data.columns))
         image_column = columns.index(find_column(name, columns, (*IMAGE_COLUMNS, *PATH_TITLES)))
         label_column = columns.index(find_column(name, columns, LABEL_TITLES))
@@ -579,9 +582,31 @@ def _to_numpy(values: Any) -> np.ndarray:
     return values.to_dense().numpy() if values.layout != torch.strided else values.numpy()
 
 
+# pandas is not imported to check for its types, because that takes a third of a second: a program that has such a value
+# has imported it.
+
+
+def _is_data_frame(value: Any) -> "TypeGuard[pd.DataFrame]":
+    """Check whether a value is a table of pandas."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(value, pandas.DataFrame)
+
+
+def _is_series(value: Any) -> "TypeGuard[pd.Series]":
+    """Check whether a value is a column of a table of pandas."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(value, pandas.Series)
+
+
+def _is_missing_in_pandas(value: Any) -> bool:
+    """Check whether a value is one of those of pandas for a missing number, text or date."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and (value is pandas.NA or value is pandas.NaT)
+
+
 def _list_objects(images: Any) -> Any:
     """Convert a column of a table or an array of objects, whose elements are images or paths, to a list."""
-    if isinstance(images, pd.Series) or (isinstance(images, np.ndarray) and images.dtype.kind in "OUT"):
+    if _is_series(images) or (isinstance(images, np.ndarray) and images.dtype.kind in "OUT"):
         return images.tolist()
     return images
 
@@ -606,7 +631,7 @@ def _list_labels(labels: Any, name: str) -> list[Any]:
             f"{name}: the labels are {_describe_type(labels)}: give one number or string for each image, -1 for an "
             "unlabeled one."
         )
-    if isinstance(labels, pd.DataFrame):
+    if _is_data_frame(labels):
         labels = labels.to_numpy(dtype=object)
     if _has_mask(labels):
         masked = np.ma.asarray(labels)
@@ -725,7 +750,7 @@ def _label_text(value: Any, row: int, name: str) -> int | str:
         row: the image's number, for errors.
         name: the argument that has the label, for errors.
     """
-    if value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and np.isnan(value)):
+    if value is None or _is_missing_in_pandas(value) or (isinstance(value, float) and np.isnan(value)):
         return UNKNOWN
     if isinstance(value, str):
         class_name = normalize_class_name(value)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfmoon import data
 from halfmoon.config import schema
@@ -27,8 +27,11 @@ from halfmoon.storage.run_folder import BASELINES, RunFolder
 from halfmoon.studies import grid, recipe, run_plan, run_sweep
 from halfmoon.studies import plan as planning
 from halfmoon.studies.plan import Plan
-from halfmoon.studies.results import Results, SweepResults, load_results
 from halfmoon.studies.sweep_folder import SweepFolder
+
+# Results need pandas, whose import takes as long as a third of the way to the first step: it is imported after training.
+if TYPE_CHECKING:
+    from halfmoon.studies.results import Results, SweepResults
 
 load_data = python_errors(data.load)
 save_data = python_errors(data.save)
@@ -53,7 +56,7 @@ def run(
     progress: bool = True,
     scratch_trial: bool | None = None,
     **options: Any,
-) -> Results:
+) -> "Results":
     """Train a method, and the methods in the option `baselines`, in a new run folder or in `run_dir`.
 
     Each call without `run_dir` starts a new run. If `run_dir` contains an unfinished run of the same configuration, it is
@@ -122,7 +125,7 @@ def compare(
     test: Any = None,
     progress: bool = True,
     **options: Any,
-) -> Results:
+) -> "Results":
     """Train several methods, each with every seed, on the same split and cohorts. `run_dir` is used as by `run`.
 
     So that methods of different cost train equally long, the option `budget` gives all of them the steps or passes that
@@ -207,7 +210,7 @@ def resume(
     test: Any = None,
     clients: Any = None,
     progress: bool = True,
-) -> Results:
+) -> "Results":
     """Resume a run or a comparison from its last checkpoint; finished runs are read.
 
     A folder may also be that of `run(data=FOLDER)` without a method. Such a run has a plan, which chose two methods and
@@ -243,7 +246,7 @@ def resume(
 
 
 @python_errors
-def load_run(folder: Path | str) -> Results:
+def load_run(folder: Path | str) -> "Results":
     """Load the results of a run, a comparison, a sweep or a federation, finished or not, from its folder.
 
     Args:
@@ -259,6 +262,8 @@ def load_run(folder: Path | str) -> Results:
         >>> results = halfmoon.load_run("runs/first")
         >>> results.plot(path="accuracy.pdf")
     """
+    from halfmoon.studies.results import load_results
+
     return load_results(to_path(folder))
 
 
@@ -272,7 +277,7 @@ def sweep(
     watch: Callback = NULL_CALLBACK,
     progress: bool = True,
     **options: Any,
-) -> SweepResults:
+) -> "SweepResults":
     """Run the recipe of a paper's table or figure, or a custom TOML file. The same call resumes it.
 
     A run that fails is reported by a warning.
@@ -315,6 +320,8 @@ def sweep(
     with _show_progress(watch, progress) as callbacks:
         cells = grid.build_cells(plan, grid.parse_selection(plan, selections), numbers, size, machine_options)
         run_sweep.run_sweep(folder, cells, SerialExecutor(), _warn_of_failure, callbacks)
+    from halfmoon.studies.results import SweepResults
+
     return SweepResults(folder.path)
 
 
@@ -394,7 +401,7 @@ def _plan_folder(options: Mapping[str, Any], minutes: float | None, scratch_tria
     return planning.plan_if_folder(options, minutes, scratch_trial=scratch_trial)
 
 
-def _start_plan(plan: Plan, watch: Callback, progress: bool) -> Results:
+def _start_plan(plan: Plan, watch: Callback, progress: bool) -> "Results":
     """Run a plan, or resume the run that its folder contains already.
 
     Without a method, `run` plans from the images what is trained: a method with labels only and one with unlabeled
@@ -421,13 +428,15 @@ def _start_plan(plan: Plan, watch: Callback, progress: bool) -> Results:
     return _run_plan(before, root, watch, resume=True, progress=progress)
 
 
-def _run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False, progress: bool = True) -> Results:
+def _run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False, progress: bool = True) -> "Results":
     """Run or resume a plan in a folder."""
     with _show_progress(watch, progress) as callbacks:
         result = run_plan.run_plan(plan, root, callbacks, resume)
     # None for a site's folder without test images: its runs are a method and its baseline, without a comparison.
     if result.outcome is not None:
         return _make_results(result.outcome, progress)
+    from halfmoon.studies.results import Results
+
     return Results(root, [root, *(root / BASELINES / name for name in plan.config.baselines)])
 
 
@@ -462,9 +471,11 @@ def _contains_run(root: Path, config: Config, progress: bool) -> bool:
         return same and parse_config(folder.config, root).baselines == config.baselines
 
 
-def _make_results(outcome: RunResult, progress: bool) -> Results:
+def _make_results(outcome: RunResult, progress: bool) -> "Results":
     """Make the results of a run, and print the remarks about them."""
     for remark in list_remarks(outcome.summaries, registry.ceilings()):
         if not remark.startswith("Budget"):
             print_message(remark, progress)
+    from halfmoon.studies.results import Results
+
     return Results(outcome.folder, outcome.runs)

@@ -193,10 +193,10 @@ def connect_ray(ray: Any, address: str | None) -> bool:
     """
     if ray.is_initialized():
         return False
-    given = address or os.environ.get("RAY_ADDRESS") or None
-    if given is not None and not _accepts_connections(given):
-        raise _no_cluster_error(given, f"no connection within {CONNECT_SECONDS:g} s")
-    if given is None and (last := _last_cluster()) is not None and not _accepts_connections(last):
+    requested = address or os.environ.get("RAY_ADDRESS") or None
+    if requested is not None and not _accepts_connections(requested):
+        raise _no_cluster_error(requested, f"no connection within {CONNECT_SECONDS:g} s")
+    if requested is None and (last := _last_cluster()) is not None and not _accepts_connections(last):
         # Ray would wait for the cluster that was started here last, although it has ended.
         address = "local"
     try:
@@ -218,10 +218,10 @@ def _no_cluster_error(address: str | None, reason: str) -> UserError:
 
 def _accepts_connections(address: str) -> bool:
     """Check whether a machine accepts connections at HOST:PORT; True for other kinds of addresses, such as "local"."""
-    found = re.fullmatch(r"\[?([^/\[\]]+)\]?:(\d+)", address)
-    if found is None:
+    matched = re.fullmatch(r"\[?([^/\[\]]+)\]?:(\d+)", address)
+    if matched is None:
         return True
-    host, port = found.groups()
+    host, port = matched.groups()
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError):  # OverflowError: the port is too large
