@@ -108,6 +108,7 @@ BENCHMARKS: dict[str, Small] = {
         "--out {out}/search",
         {"ROUNDS": 1},
     ),
+    "cluster": ("clients --data-dir {data} --clients 4 --rounds 1", {}),
     "damaged_federations": ("--trials 1", {}),
     "dicom_files": ("--files 20", {}),
     "executors": (
@@ -168,8 +169,12 @@ BENCHMARKS: dict[str, Small] = {
     "photographs": ("{data}/photographs --plain", {"LABELS_PER_CLASS": 3}),
     "resources": (
         "start --turns 1 && images 6000 --side 8 --folder {out} && model --width 8 --turns 1 --rounds 2 --methods fedavg && "
+        "phases --data-dir {data} --rounds 2 && "
         "page --side 256 --kinds turned-rgba-tiff dicom-jpeg2000",
-        {"REQUESTS": 4, "START_COMMANDS": {"--help": None}},
+        {
+            "REQUESTS": 4,
+            "START_PROGRAMS": dict.fromkeys(("import torch", "halfmoon --help", "halfmoon.run(), first step")),
+        },
     ),
     "scale": (
         "uploads --cohort 2 && dirichlet --clients 5 --images 100 && "
@@ -189,7 +194,11 @@ BENCHMARKS: dict[str, Small] = {
             "RULES": {"min_replies": 1},
         },
     ),
-    "steps": ("feddure --width 4 --seconds 0 --unlabeled 10 && strong-view --rounds 1", {}),
+    "steps": (
+        "feddure --width 4 --seconds 0 --unlabeled 10 && feddure --operators --width 4 --unlabeled 10 && "
+        "large --width 4 --turns 1 --methods fedavg-fixmatch && adam --clients 2 --turns 1 && strong-view --rounds 1",
+        {},
+    ),
 }
 
 RESULTS: dict[str, Small] = {

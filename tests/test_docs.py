@@ -248,7 +248,7 @@ def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(page
             patch.setattr("halfmoon.data.load", stop)
             patch.setattr("halfmoon.runs.factory.load_source", stop)
             patch.setattr("halfmoon.studies.run_sweep.run_sweep", stop)
-            patch.setattr("halfmoon.engine.executors.ray_cluster.RayExecutor", stop)
+            patch.setattr("halfmoon.runs.workers.RayExecutor", stop)
             patch.setattr("halfmoon.report.writer.write_report", stop)
             with pytest.raises(Understood):
                 cli.main(each.argument_list)
@@ -326,7 +326,7 @@ def test_the_newest_change_is_this_version() -> None:
     assert versions[0] == tomllib.loads(read("pyproject.toml"))["project"]["version"]
 
 
-README_CHARACTERS, WRITTEN_BYTES, DOCS_BYTES = 5_000, 230_000, 300_000
+README_CHARACTERS, WRITTEN_BYTES, DOCS_BYTES = 5_000, 234_000, 304_000
 """The most of the README, of what people write in docs/, and of docs/ with tables by programs."""
 CELL, WORDS = 160, 40
 """Characters of a table's cell, and words of a sentence."""
