@@ -123,9 +123,9 @@ def example_names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     Image.fromarray(X[0, :, :, 0]).save(folder / "folder" / "a.png")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        small = {"rounds": 2, "clients": 5, "cohort": 2, "data_share": 0.2}
-        results = halfmoon.run(run_dir="runs/first", **small)
-        halfmoon.run(data=(X, y), run_dir="runs/arrays", rounds=1, clients=5)
+        small = {"method": "fedavg-soft-labels", "rounds": 2, "clients": 5, "cohort": 2, "steps": 2, "threads": 1}
+        results = halfmoon.run(run_dir="runs/first", data_share=0.2, **small)
+        halfmoon.run(data=(X, y), run_dir="runs/arrays", **small)
     write_sweep(folder / "sweeps").rename(folder / "sweeps" / "feddure-table1-tiny")
     names = {"halfmoon": halfmoon, "np": np, "torch": torch, "PIL": PIL, "digits": digits, "folder": folder}
     names |= {"X": X, "y": y, "X_new": X[:3], "X_test": test[0], "y_test": test[1], "test": test}
