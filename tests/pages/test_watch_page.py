@@ -360,6 +360,11 @@ def test_a_growing_run_is_followed(browser: Any, tmp_path: Path) -> None:
         assert "1 of 2 runs finished, 1 running" in browser.find_element("id", "progress").text
         lines = "[data-chart=accuracy] .line path"
         assert len(browser.find_elements("css selector", lines)) == 2
+        widths = [round(figure.rect["width"]) for figure in browser.find_elements("css selector", "#charts figure")]
+        # Seven charts: the first one has a row, the others are two by two.
+        assert len(widths) == 7
+        assert widths[0] == 1368
+        assert set(widths[1:]) == {670}
         with (tmp_path / "r" / "metrics.jsonl").open("a") as file:
             file.write('{"round": 13, "test": {"accuracy": 0.99}}\n')
         wait_until(lambda: "99.00" in browser.find_element("id", "runs-table").text)
