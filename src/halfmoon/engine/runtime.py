@@ -307,6 +307,9 @@ class ServerRuntime(ABC):
         """
         update = self.client_updates[client_update]
         upload_spec = update.requirements.upload_spec
+        shared_average = self._find_shared_average(update, broadcast)
+        if shared_average is not None:
+            return shared_average
         if self.aggregators:
             return average_stacked_uploads(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
         mean = UploadMean(upload_spec, client_update)
@@ -317,8 +320,23 @@ class ServerRuntime(ABC):
             responders.append(client)
             del result  # free the upload before the next client trains
         self.responders = torch.tensor(responders, dtype=torch.int64)
+        # Before a client without a reply is removed: the cohort is a condition of the shared average.
+        average = mean.result(broadcast)
+        self._store_shared_average(update, broadcast, average)
         self._remove_missing(recipients, len(responders), bytes_per_recipient=tree.nbytes(broadcast))
-        return mean.result(broadcast)
+        return average
+
+    def _find_shared_average(self, client_update: ClientUpdate, broadcast: Tree) -> Upload | None:
+        """Find the average that another simulated run of the comparison has computed from the same broadcast.
+
+        Returns:
+            The average, whose cost is counted as if it had been computed again; None if the clients have to train.
+        """
+        return None  # only a simulation shares averages
+
+    def _store_shared_average(self, client_update: ClientUpdate, broadcast: Tree, mean: Upload) -> None:
+        """Store an average for later runs of the comparison, if they may share it."""
+        return
 
     def query_server(self, client_update: str, broadcast: Tree) -> Upload:
         """Run an update on the server's labeled images, starting from `broadcast`. It counts no bytes sent."""

@@ -127,37 +127,45 @@ class Simulation(ServerRuntime):
         quality = self.local_clients.quality
         return super().close()._replace(pseudo=None if quality is None else quality.row())
 
-    def average(self, client_update: str, broadcast: Tree) -> Upload:
-        update = self.client_updates[client_update]
+    def _find_shared_average(self, client_update: ClientUpdate, broadcast: Tree) -> Upload | None:
+        self._recorded_results = None
         shared = self._shared_averages
         # Aggregators see each upload, and clients that drop out or store their models differ from run to run.
         if (
             shared is None
-            or not update.is_shared
+            or not client_update.is_shared
             or self.aggregators
             or self.settings.client_dropout
             or self.settings.client_models
         ):
-            return super().average(client_update, broadcast)
-        dataset = self.dataset
-        conditions = (
-            (dataset.all_labels, dataset.pooled, dataset.reuse_labeled, dataset.label_flippers),
-            (self._stage, *to_ints(self.cohort)),
-            update.task.upload_precision,
-        )
-        shared_average = shared.find(update, conditions, broadcast)
+            return None
+        shared_average = shared.find(client_update, self._sharing_conditions(client_update), broadcast)
         if shared_average is None:
-            self._recorded_results = []
-            mean = super().average(client_update, broadcast)
-            shared.store(update, _SharedAverage(conditions, broadcast, mean, self._recorded_results))
-            self._recorded_results = None
-            return mean
+            self._recorded_results = []  # filled while the clients train, and stored with their average
+            return None
         self._query += 1
         for client, result in shared_average.results:
-            self._count_result(update, client, result)
+            self._count_result(client_update, client, result)
         self.responders = torch.tensor([client for client, _ in shared_average.results], dtype=torch.int64)
         self._remove_missing(self.cohort, len(shared_average.results), bytes_per_recipient=tree.nbytes(broadcast))
         return shared_average.mean
+
+    def _store_shared_average(self, client_update: ClientUpdate, broadcast: Tree, mean: Upload) -> None:
+        if self._shared_averages is None or self._recorded_results is None:
+            return
+        conditions = self._sharing_conditions(client_update)
+        average = _SharedAverage(conditions, broadcast, mean, self._recorded_results)
+        self._shared_averages.store(client_update, average)
+        self._recorded_results = None
+
+    def _sharing_conditions(self, client_update: ClientUpdate) -> tuple[object, ...]:
+        """List what the average of an update depends on besides the broadcast and the images."""
+        dataset = self.dataset
+        return (
+            (dataset.all_labels, dataset.pooled, dataset.reuse_labeled, dataset.label_flippers),
+            (self._stage, *to_ints(self.cohort)),
+            client_update.task.upload_precision,
+        )
 
     def _count_result(self, client_update: ClientUpdate, client: int, result: ClientResult) -> None:
         super()._count_result(client_update, client, result)
