@@ -422,6 +422,13 @@ def test_radiographs_have_a_dark_surround_and_captions_without_identifiers(brows
         assert set(seen) == {"study 1, series 3, image 14 (IM01)", "z.png"}
         assert seen["study 1, series 3, image 14 (IM01)"] == "rgb(11, 13, 16)"
         assert seen["z.png"] != "rgb(11, 13, 16)"
+        press_keys(browser, "w")
+        color = (
+            "const cell = [...document.querySelectorAll('#image-grid .cell')].find((each) => each.title.includes(arguments[0]));"
+            "const image = cell?.querySelector('img'); return image?.complete && getComputedStyle(image).backgroundColor"
+        )
+        wait_until(lambda: browser.execute_script(color, "study 1") == "rgb(11, 13, 16)")
+        wait_until(lambda: browser.execute_script(color, "z.png") not in (None, False, "rgb(11, 13, 16)"))
         fetch_again = (
             "return Promise.all(performance.getEntriesByType('resource').filter((each) => each.initiatorType === 'fetch')"
             ".map((each) => fetch(each.name).then((reply) => reply.text())))"

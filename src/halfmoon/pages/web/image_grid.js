@@ -5,10 +5,12 @@
  */
 
 import { createElement } from "./common.js";
+import { hasOnlyGrays } from "./viewer.js";
 
 const REQUEST_DELAY_MS = 70; // a cell must be visible for this time before its image is requested
 const PADDING_PIXELS = 4; // at the left and the right side of the grid
 const SMALL_IMAGE_PIXELS = 96; // narrower images are drawn with visible pixels
+const SAMPLE_SIDE_PIXELS = 16; // of the copy of an image whose colors are read
 
 /**
  * @typedef {Object} CellContent
@@ -16,6 +18,13 @@ const SMALL_IMAGE_PIXELS = 96; // narrower images are drawn with visible pixels
  * @property {(string|Node)[]} lines - Texts below the image.
  * @property {boolean} [isMarked] - Whether the cell is marked as one whose label is probably wrong.
  */
+
+/** Check whether a loaded image is gray, such as a radiograph. */
+function isGray(image) {
+  const context = new OffscreenCanvas(SAMPLE_SIDE_PIXELS, SAMPLE_SIDE_PIXELS).getContext("2d");
+  context.drawImage(image, 0, 0, SAMPLE_SIDE_PIXELS, SAMPLE_SIDE_PIXELS);
+  return hasOnlyGrays(context.getImageData(0, 0, SAMPLE_SIDE_PIXELS, SAMPLE_SIDE_PIXELS).data);
+}
 
 /** Grid of images, of which some can be selected. */
 export class ImageGrid {
@@ -243,7 +252,10 @@ export class ImageGrid {
       onclick: () => this.onOpen(position),
     });
     const image = createElement("img", { alt: "", draggable: "false", decoding: "async" });
-    image.addEventListener("load", () => image.classList.toggle("small", image.naturalWidth < SMALL_IMAGE_PIXELS));
+    image.addEventListener("load", () => {
+      image.classList.toggle("small", image.naturalWidth < SMALL_IMAGE_PIXELS);
+      image.classList.toggle("gray", isGray(image));
+    });
     image.addEventListener("error", () => {
       image.replaceWith(createElement("span", { class: "unreadable" }, "cannot be read"));
       this.onUnreadable?.(this.rows[position]);

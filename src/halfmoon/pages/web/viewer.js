@@ -38,7 +38,7 @@ const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 const roundToFiveDigits = (value) => Number(value.toPrecision(5));
 
 /** Check whether red, green and blue are equal, in a sample of about 5,000 pixels. */
-function hasOnlyGrays(channels) {
+export function hasOnlyGrays(channels) {
   const pixelCount = channels.length / 4;
   const step = 4 * Math.max(1, Math.floor(pixelCount / 5000));
   for (let index = 0; index < channels.length; index += step) {
