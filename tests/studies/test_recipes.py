@@ -720,6 +720,21 @@ def test_skipped_combinations_are_no_cells(tmp_path: Path) -> None:
         ('rows = "method"', 'rows = "method"\nrow = 1', "mine.toml: unknown field 'row': did you mean 'rows'?"),
         ('title = "Mine, Table 1"\n', "", "recipe mine: title is missing; docs/recipes.md describes"),
         ("rounds = 2", "rouns = 2", "mine.toml, protocol: unknown option 'rouns': did you mean 'rounds'?"),
+        (
+            "rounds = 2",
+            "rounds = 2\nrun_dir = 'x'",
+            "run_dir has no effect in a recipe (each run has a folder in that of --out)",
+        ),
+        (
+            "rounds = 2",
+            "rounds = 2\nprocesses = 2",
+            "processes has no effect in a recipe (--jobs sets how many runs are",
+        ),
+        (
+            "rounds = 2",
+            "rounds = 2\nbaselines = ['fedavg']",
+            "baselines has no effect in a recipe (each cell is a run of",
+        ),
         ("rounds = 2", "rounds = 2.5", "cell method=fedavg, amount=few: rounds in mine is 2.5: it must be"),
         ("rounds = 2", "cohort = 9\nrounds = 2", "mine.toml is not valid TOML: Cannot overwrite a value"),
         ("rounds = 2", "rounds = 0", "cell method=fedavg, amount=few: rounds is 0: it must be at least 1."),

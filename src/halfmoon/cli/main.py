@@ -26,6 +26,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core import toml
 from halfmoon.core.errors import RESUME, UserError, as_flag, suggest
 from halfmoon.core.versions import installed_version
+from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
     from halfmoon.runs.runner import Callback, RunResult
@@ -176,10 +177,11 @@ def _describe_error(error: BaseException, arguments: Sequence[str]) -> tuple[str
     if isinstance(error, UserError):
         # A full or failing disk is reported as a UserError for its message, but is no mistake of the user.
         cause = error.__cause__
-        disk_failed = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        disk_failed = atomic_io.is_disk_full(cause) or (isinstance(cause, OSError) and cause.errno == errno.EIO)
         return error.render(partial(_write_option, arguments)), 1 if disk_failed else 2
     if isinstance(error, OSError):
-        return f"{error.filename or 'a file'}: {error.strerror or error}.", 1
+        remedy = "; free some space, then repeat the command" if atomic_io.is_disk_full(error) else ""
+        return f"{error.filename or 'a file'}: {error.strerror or error}{remedy}.", 1
     if isinstance(error, KeyboardInterrupt):
         return "stopped.", 130
     # Imported late, because it loads torch: errors of the command line itself need no torch.

@@ -1,5 +1,6 @@
 """Make, style and save figures without the global state of pyplot."""
 
+import io
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -8,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from halfmoon.core.errors import UserError
+from halfmoon.storage import atomic_io
 
 DOTS_PER_INCH = 200
 """Resolution of a saved figure."""
@@ -40,22 +42,26 @@ FORMATS: dict[str, dict[str, str | None]] = {
 
 def check_figure_suffix(path: Path) -> str:
     """Return the suffix of a figure's file, in lower case; raise UserError unless it is one of `FORMATS`."""
-    # Files that are renamed when they are complete end in .partial, after the suffix of their format.
-    suffix = Path(path.name.removesuffix(".partial")).suffix.lower()
+    suffix = path.suffix.lower()
     if suffix not in FORMATS:
         raise UserError(f"{path} does not end in {', '.join(FORMATS)}: the suffix chooses the format of a figure.")
     return suffix
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Save a figure as PNG, PDF or SVG, by the suffix of the file.
+    """Save a figure as PNG, PDF or SVG, by the suffix of the file, completely or not at all.
 
     Raises:
         UserError: the suffix is another one, or the file cannot be written.
     """
     suffix = check_figure_suffix(path)
+    content = io.BytesIO()
+    with rc_context({"svg.hashsalt": "halfmoon"}):  # names in an SVG file are random otherwise
+        figure.savefig(content, dpi=DOTS_PER_INCH, format=suffix[1:], metadata=FORMATS[suffix])
     try:
-        with rc_context({"svg.hashsalt": "halfmoon"}):  # names in an SVG file are random otherwise
-            figure.savefig(path, dpi=DOTS_PER_INCH, format=suffix[1:], metadata=FORMATS[suffix])
+        atomic_io.write_atomically(path, content.getvalue())
     except OSError as error:
-        raise UserError(f"{path}: the figure cannot be written ({error.strerror or error}).") from error
+        raise UserError(
+            f"{path}: the figure cannot be written ({atomic_io.error_reason(error)}); {atomic_io.write_remedy(error)}, "
+            "or choose another file."
+        ) from error

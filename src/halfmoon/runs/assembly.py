@@ -6,7 +6,6 @@ Simulations and federations use the same functions.
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from halfmoon.report.tables import comparison_table
 from halfmoon.runs.factory import ImageSpec, image_preparation
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.checkpoints import TIMINGS
-from halfmoon.storage.folder_writer import WriteError
+from halfmoon.storage.folder_writer import RESUME_ADVICE, WriteError
 from halfmoon.storage.run_folder import RunFolder
 
 SPLIT = "split.parquet"
@@ -180,14 +179,17 @@ def save_split(path: Path, split: Split, data: Source) -> None:
     counts = summarize_split(split, data.train.labels, data.classes)
     try:
         atomic_io.write_atomically(path / SPLIT_COUNTS, (json.dumps(counts) + "\n").encode())
-    except OSError as error:
+        # Last, because a run that resumes takes this file as the sign that both are there.
+        split.save(path / SPLIT)
+    except (OSError, UserError) as caught:
+        error = atomic_io.find_os_error(caught)
+        if error is None:
+            raise
         raise WriteError(
-            f"{path}: {SPLIT_COUNTS} cannot be written ({atomic_io.error_reason(error)}). "
-            "First repair that, then continue with: {resume}",
+            f"{path}: the split cannot be written ({atomic_io.error_reason(error)}). "
+            f"First {atomic_io.write_remedy(error)}, then {RESUME_ADVICE}",
             resume=path,
         ) from error
-    # Last, because a run that resumes takes this file as the sign that both are there.
-    split.save(path / SPLIT)
 
 
 def record_split_checksums(path: Path) -> None:
@@ -205,7 +207,7 @@ def record_split_checksums(path: Path) -> None:
     except OSError as error:
         raise WriteError(
             f"{path}: {integrity.CHECKSUMS} cannot be written ({atomic_io.error_reason(error)}). "
-            "First repair that, then continue with: {resume}",
+            f"First {atomic_io.write_remedy(error)}, then {RESUME_ADVICE}",
             resume=path,
         ) from error
 
@@ -244,20 +246,17 @@ def write_comparison(outcome: RunResult) -> None:
     # Upper bounds ("ceilings") are the methods that train with all labels.
     remarks = list_remarks(outcome.summaries, ceilings=registry.ceilings())
     markdown = table.as_markdown() + "".join(f"\n{remark}\n" for remark in remarks)
-    # `write_atomically` writes a file's content to a temporary file, which then replaces the previous one in one step.
-    # Matplotlib writes its file itself, so that the same is done here.
-    unfinished_figure = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
     try:
         for path, text in zip(outcome.tables, (table.as_csv(), markdown), strict=True):
             atomic_io.write_atomically(path, text.encode())
-        draw_curves([StoredRun.read(path) for path in outcome.runs], unfinished_figure)
-        unfinished_figure.replace(outcome.curves)
-    except OSError as error:
+        draw_curves([StoredRun.read(path) for path in outcome.runs], outcome.curves)
+    except (OSError, UserError) as caught:
+        error = atomic_io.find_os_error(caught)
+        if error is None:
+            raise
         raise UserError(
             f"{outcome.folder}: tables and curves cannot be written ({atomic_io.error_reason(error)})",
-            hint="the runs are finished: first repair that, then: {resume}",  # filled in by `UserError`
+            # `UserError` fills in {resume}.
+            hint=f"first {atomic_io.write_remedy(error)}, then {RESUME_ADVICE}",
             resume=outcome.folder,
         ) from error
-    finally:
-        with suppress(OSError):
-            unfinished_figure.unlink(missing_ok=True)

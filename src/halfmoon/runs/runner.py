@@ -52,7 +52,7 @@ from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parse_config, parse_jobs, render_jobs
 from halfmoon.runs.parallel import run_in_processes
 from halfmoon.storage import atomic_io, image_digests, integrity
-from halfmoon.storage.folder_writer import CONFIG
+from halfmoon.storage.folder_writer import CONFIG, advise_for_parent
 from halfmoon.storage.run_folder import BASELINES, PENDING, RUN, SKIPPED, SUMMARY, RunFolder
 from halfmoon.storage.state_store import TreeStore
 
@@ -577,22 +577,27 @@ def write_skipped(root: Path, skipped: Sequence[SkippedImage]) -> None:
     Raises:
         UserError: the folder cannot be written.
     """
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(("path", "reason"))
-    for image in sorted(skipped, key=lambda image: image.path):
-        # A file name that starts with "=" would be a formula in a spreadsheet.
-        table.writerow(escape_formulas([image.path, image.reason]))
     try:
         root.mkdir(parents=True, exist_ok=True)
-        # File names may contain bytes that are no UTF-8.
-        atomic_io.write_atomically(root / SKIPPED, text.getvalue().encode("utf-8", "surrogateescape"))
+        write_skipped_list(root / SKIPPED, skipped)
     except OSError as error:
         raise UserError(
             f"{root}: it cannot be written ({atomic_io.error_reason(error)})",
             option="run_dir",
             hint="choose another {run_dir}.",
         ) from error
+
+
+def write_skipped_list(path: Path, skipped: Sequence[SkippedImage]) -> None:
+    """Write the paths of images that cannot be read, with the reasons, as a CSV file; raise OSError if that fails."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(("path", "reason"))
+    for image in sorted(skipped, key=lambda image: image.path):
+        # A file name that starts with "=" would be a formula in a spreadsheet.
+        table.writerow(escape_formulas([image.path, image.reason]))
+    # File names may contain bytes that are no UTF-8.
+    atomic_io.write_atomically(path, text.getvalue().encode("utf-8", "surrogateescape"))
 
 
 def _iterate_training_images(problem: Problem) -> Iterator[np.ndarray]:
@@ -623,7 +628,7 @@ def _run_job(
     path = root / job.folder
     config = job.config
     entry = registry.entry(config.method)
-    with _open_folder(path, config) as folder:
+    with advise_for_parent(root), _open_folder(path, config) as folder:
         (root / PENDING).unlink(missing_ok=True)
         summary = folder.summary()
         if summary is not None:

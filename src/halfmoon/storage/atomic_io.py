@@ -50,6 +50,21 @@ def parse_rows(data: bytes, path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_intact_rows(path: Path) -> list[dict[str, Any]]:
+    """Read one dict per line of a file that only helps the user; damaged lines and an unreadable file are skipped."""
+    rows = []
+    try:
+        lines = (read(path) or b"").split(b"\n")[:-1]
+    except OSError:
+        return rows
+    for line in lines:
+        with suppress(ValueError):
+            row = parse_json(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
+
+
 def read_number_pairs(path: Path, first_name: str, second_name: str) -> list[tuple[int, float]]:
     """Read two numbers of each row of a file, for display only; damaged lines are skipped.
 
@@ -155,7 +170,8 @@ def write_atomically(path: Path, data: bytes, private: bool = False) -> None:
             write_all(handle, data)
             os.fsync(handle)
         os.replace(partial, path)  # a reader sees the old or the new file, never a part of one
-    except OSError:
+    except OSError as error:
+        error.filename = str(path)  # the name that the user knows; a failed write has none
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)  # makes the new name survive a power failure
@@ -163,8 +179,23 @@ def write_atomically(path: Path, data: bytes, private: bool = False) -> None:
 
 def append(path: Path, data: bytes) -> None:
     """Append to a file, which is created if it is missing."""
-    with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as handle:
-        write_all(handle, data)
+    try:
+        with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as handle:
+            write_all(handle, data)
+    except OSError as error:
+        error.filename = str(path)  # a failed write has none
+        raise
+
+
+def ends_within_line(path: Path) -> bool:
+    """Check whether a file's last line lacks its line break; False for missing and empty files."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            return size > 0 and file.read(1) != b"\n"
+    except FileNotFoundError:
+        return False
 
 
 def flush_and_measure(path: Path) -> int:
@@ -187,6 +218,22 @@ def truncate(path: Path, length: int) -> None:
 def error_reason(error: OSError) -> str:
     """Return the system's text of an error, without its number and path."""
     return error.strerror or str(error)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Check whether a file could not be written because the disk, or the user's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def find_os_error(error: BaseException) -> OSError | None:
+    """Return the error of the system that an error is, or that it was raised from; None for any other error."""
+    candidates = (error, error.__cause__)
+    return next((each for each in candidates if isinstance(each, OSError)), None)
+
+
+def write_remedy(error: OSError) -> str:
+    """Return what to do after a file could not be written, as an imperative without a full stop."""
+    return "free some space" if is_disk_full(error) else "make it writable"
 
 
 if sys.platform == "win32":

@@ -102,7 +102,7 @@ class EventLog:
         records = self.path.with_name(EVENTS_FILE)
         # A process that was killed while it wrote leaves half a line. It is closed first: a record appended to it would
         # be skipped together with it.
-        separator = b"\n" if _ends_within_line(records) else b""
+        separator = b"\n" if atomic_io.ends_within_line(records) else b""
         atomic_io.append(records, separator + (json.dumps(row) + "\n").encode())
         atomic_io.append(self.path, f"{event.line}\n".encode())
 
@@ -192,17 +192,6 @@ def read_events(folder: Path) -> list[Event]:
         return []
     # The first line may be cut off, and the last one may still be written: lines that are no records are skipped.
     return _parse_lines(text.splitlines())
-
-
-def _ends_within_line(path: Path) -> bool:
-    """Check whether a file's last line lacks its line break; False for missing and empty files."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            return size > 0 and file.read(1) != b"\n"
-    except FileNotFoundError:
-        return False
 
 
 def _parse_lines(lines: list[str]) -> list[Event]:

@@ -3,7 +3,6 @@
 A file is written under a temporary name, flushed to disk and renamed, so that a file under its final name is complete.
 """
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,35 @@ class WriteError(UserError):
 
 class FolderInUse(UserError):
     """Another process is running in the folder."""
+
+
+RESUME_ADVICE = "go on with: {resume}"
+"""The end of a `WriteError` about a run that can be resumed."""
+
+REPEAT_ADVICE = "start it again in the same folder."
+"""The end of a `WriteError` about a run that is resumed by the command or call that started it."""
+
+
+@contextmanager
+def advise_for_parent(parent: Path, resumable: bool = True) -> Iterator[None]:
+    """Replace the advice of a `WriteError` about a run below a folder by that for the whole command.
+
+    Resuming only the run that failed would leave the others of a comparison, a plan or a search undone.
+
+    Args:
+        parent: the folder of the comparison, plan, rehearsal, search or sweep.
+        resumable: whether `halfmoon resume` continues it; otherwise the command that started it does.
+    """
+    try:
+        yield
+    except WriteError as error:
+        if error.resume is None or parent not in error.resume.parents:
+            raise
+        if resumable:
+            advice = WriteError(error.message, resume=parent)
+        else:
+            advice = WriteError(error.message.replace(RESUME_ADVICE, REPEAT_ADVICE))
+        raise advice from error.__cause__
 
 
 class FolderWriter:
@@ -78,11 +106,8 @@ class FolderWriter:
                 saved_state = "no checkpoint was written yet"
             else:
                 saved_state = f"the checkpoint of round {self.saved} is intact"
-            remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-            if (self.path / CONFIG).exists():
-                next_step = "go on with: {resume}"
-            else:
-                next_step = "start the run again."
+            remedy = atomic_io.write_remedy(error)
+            next_step = RESUME_ADVICE if (self.path / CONFIG).exists() else REPEAT_ADVICE
             raise WriteError(
                 f"{self.path}: {target} cannot be written ({atomic_io.error_reason(error)}); {saved_state}. "
                 f"First {remedy}, then {next_step}",

@@ -32,6 +32,13 @@ KEYS: Mapping[str, type] = {
 }
 """The keys of a recipe's file, and their types."""
 
+UNUSED_OPTIONS: Mapping[str, str] = {
+    "run_dir": "each run has a folder in that of {out}",
+    "processes": "{jobs} sets how many runs are trained at once",
+    "baselines": "each cell is a run of one method",
+}
+"""Options of a run that no run of a sweep uses, with the reasons; options of the command are in braces."""
+
 _TYPE_NAMES = {str: "a text", list: "a list", dict: "a table"}
 _SCALE_KEYS: Mapping[str, type] = {"about": str, "reading": str, "set": dict, "when": list}
 
@@ -166,6 +173,11 @@ def check_layer(layer: Any, section: str) -> None:
     for name in (*layer, *map(str, unset)):
         if name not in (*settings.option_helps(), UNSET):
             raise UserError(f"{section}: unknown option {name!r}: {suggest(name, settings.option_helps())}")
+        if name in UNUSED_OPTIONS:
+            raise UserError(
+                f"{section}: {name} has no effect in a recipe ({UNUSED_OPTIONS[name]}): leave it out.",
+                option=("out", "jobs"),
+            )
     settings.merge_method_options({}, layer.get("options", {}), f"{section}, options")
 
 

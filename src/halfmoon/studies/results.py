@@ -390,7 +390,10 @@ def _write_text(text: str, path: Path | str | None) -> None:
     try:
         atomic_io.write_atomically(Path(path), text.encode())
     except OSError as error:
-        raise UserError(f"{path}: it cannot be written ({atomic_io.error_reason(error)}).") from error
+        raise UserError(
+            f"{path}: it cannot be written ({atomic_io.error_reason(error)}); {atomic_io.write_remedy(error)}, or choose "
+            "another file."
+        ) from error
 
 
 def _metric_key(name: str) -> str:

@@ -22,6 +22,7 @@ from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import parse_config
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
+from halfmoon.storage.folder_writer import REPEAT_ADVICE, RESUME_ADVICE, WriteError, advise_for_parent
 from halfmoon.storage.output_paths import check_output_folder
 from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, SCRATCH_TRIAL, SKIPPED, RunFolder
 from halfmoon.studies.decision import Decision, decide_by_evaluations
@@ -109,7 +110,7 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
         UserError: as `halfmoon.runs.runner.start`.
     """
     config = replace(plan.config, run_dir=root)
-    with nullcontext() if resume else _new_folder(plan, config, root):
+    with advise_for_parent(root), nullcontext() if resume else _new_folder(plan, config, root):
         methods = [config.method, *config.baselines]
         if plan.contents.site:
             source = load_site_source(
@@ -148,7 +149,7 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
             trial = run_trial(plan, problem, plan.preferred_method(decision), root, watch)
         for name, result in ((DECISION, decision), (SCRATCH_TRIAL, trial)):
             if result is not None:
-                atomic_io.write_atomically(root / name, (json.dumps(result.as_json(), indent=2) + "\n").encode())
+                _write(root, name, (json.dumps(result.as_json(), indent=2) + "\n").encode())
         return PlanResult(runs, outcome, decision, trial)
 
 
@@ -190,8 +191,21 @@ def _write_plan(plan: Plan, root: Path) -> None:
         "reference": plan.config.reference,
         "trial": None if plan.trial is None else to_toml(plan.trial.config),
     }
-    root.mkdir(parents=True, exist_ok=True)
-    atomic_io.write_atomically(root / PLAN, json.dumps(record).encode())
+    _write(root, PLAN, json.dumps(record).encode())
+
+
+def _write(root: Path, name: str, data: bytes) -> None:
+    """Write a file of a plan into its folder, which is created if it is missing; raise WriteError if that fails."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        atomic_io.write_atomically(root / name, data)
+    except OSError as error:
+        advice = RESUME_ADVICE if RunFolder.exists(root) else REPEAT_ADVICE
+        raise WriteError(
+            f"{root / name} cannot be written ({atomic_io.error_reason(error)}). First {atomic_io.write_remedy(error)}, "
+            f"then {advice}",
+            resume=root,
+        ) from error
 
 
 def _run_site_methods(

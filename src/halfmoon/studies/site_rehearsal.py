@@ -39,6 +39,7 @@ from halfmoon.runs.runner import check_same_run, finished_summary, run_in_folder
 from halfmoon.sites.folders import SiteFolder, read_site
 from halfmoon.storage import atomic_io
 from halfmoon.storage.events import EventRecorder
+from halfmoon.storage.folder_writer import advise_for_parent
 from halfmoon.storage.output_paths import check_output_folder
 from halfmoon.storage.run_folder import RunFolder
 from halfmoon.studies.decision import (
@@ -170,7 +171,8 @@ def rehearse(
     table: list[RehearsalRow] = []
     for row in planned_rows:
         problem = None if shared is None else replace(shared, split=row.split)
-        summary = run_in_folder(row.config, root / row.folder, _RenamedRuns(watch, row.name, root), problem=problem)
+        with advise_for_parent(root, resumable=False):
+            summary = run_in_folder(row.config, root / row.folder, _RenamedRuns(watch, row.name, root), problem=problem)
         accuracy = summary["accuracy"]["chosen" if row.config.validation_part else "last"]
         label_count = int((row.split.labeled & (row.split.client >= 0)).sum())
         table.append(RehearsalRow(row.name, label_count, accuracy, rows.tests))

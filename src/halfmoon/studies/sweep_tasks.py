@@ -18,7 +18,7 @@ from halfmoon.config.schema import Config, resolve
 from halfmoon.core.errors import RESUME, Diverged, OptionText, UserError, as_flag, as_keyword
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
-from halfmoon.storage.folder_writer import FolderInUse
+from halfmoon.storage.folder_writer import FolderInUse, advise_for_parent
 
 TRACEBACK_FILE = "defect.txt"
 """End of the name of the file, next to a run's folder, with the traceback of an unexpected exception."""
@@ -72,7 +72,8 @@ def run_task(task: SweepTask, callback: Callback = NULL_CALLBACK) -> TaskResult:
         config = _parse_config(task)
         if task.split_only:
             return TaskResult(runner.write_split(config, task.folder))
-        return TaskResult(runner.run_in_folder(config, task.folder, callback))
+        with advise_for_parent(task.folder.parent, resumable=False):
+            return TaskResult(runner.run_in_folder(config, task.folder, callback))
     except FolderInUse as error:
         return TaskResult(summary=None, failed=error.as_text(), busy=True)
     except UserError as error:
@@ -84,9 +85,13 @@ def run_task(task: SweepTask, callback: Callback = NULL_CALLBACK) -> TaskResult:
         return TaskResult(summary=None, failed=OptionText(reason, "jobs"))
     except Exception as error:  # a defect costs one cell, not a sweep of days
         path = task.folder.with_name(f"{task.folder.name}-{TRACEBACK_FILE}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(traceback.format_exc(), encoding="utf-8")
-        reason = f"{type(error).__name__}: {_first_line(error)}; the traceback is in {path}."
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(traceback.format_exc(), encoding="utf-8")
+        except OSError:  # such as a full disk, which may be the error itself
+            return TaskResult(summary=None, failed=f"{reason}.")
+        reason = f"{reason}; the traceback is in {path}."
         return TaskResult(summary=None, failed=reason)
 
 

@@ -29,6 +29,7 @@ from halfmoon.core.spreadsheet import escape_formula
 from halfmoon.runs import checks, runner
 from halfmoon.storage import atomic_io
 from halfmoon.storage.events import EventRecorder, NullRecorder
+from halfmoon.storage.folder_writer import advise_for_parent
 from halfmoon.storage.output_paths import check_output_folder
 
 if TYPE_CHECKING:
@@ -410,7 +411,8 @@ def _train_trial(config: Config, values: Mapping[str, Any], seeds: Sequence[int]
         try:
             if runner.finished_summary(path) is None:
                 # Without tests: a search must not see the test images.
-                runner.run_in_folder(replace(changed, seed=seed, run_dir=None), path, tests=False)
+                with advise_for_parent(folder, resumable=False):
+                    runner.run_in_folder(replace(changed, seed=seed, run_dir=None), path, tests=False)
         except Diverged:
             return None
         rows = [row["validation"] for row in atomic_io.read_rows(path / "metrics.jsonl") if "validation" in row]

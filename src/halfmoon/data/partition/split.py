@@ -216,7 +216,10 @@ class Split:
             # Atomically: a process that is killed leaves no incomplete split.
             atomic_io.write_atomically(path, parquet.getvalue().to_pybytes())
         except OSError as error:
-            raise UserError(f"{path}: the split cannot be written ({error}).") from error
+            raise UserError(
+                f"{path}: the split cannot be written ({atomic_io.error_reason(error)}); {atomic_io.write_remedy(error)}, "
+                "or choose another file."
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> "Split":
