@@ -345,8 +345,11 @@ class ImageCache:
                 thumbnail.parent.mkdir(parents=True, exist_ok=True)
                 # Renamed when it is complete, as another process may read it meanwhile.
                 temporary = thumbnail.with_name(f".{thumbnail.name}-{os.getpid()}-{threading.get_ident()}")
-                temporary.write_bytes(image.data)
-                os.replace(temporary, thumbnail)
+                try:
+                    temporary.write_bytes(image.data)
+                    os.replace(temporary, thumbnail)
+                finally:
+                    temporary.unlink(missing_ok=True)  # remains if the disk is full
         return self._store(key, image)
 
     def _store(self, key: tuple[str, bool], image: BrowserImage) -> BrowserImage:

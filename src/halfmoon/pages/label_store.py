@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,9 @@ class LabelStore:
             LabelEdit(self.paths[row], "", UNDECIDED) for row, label, _ in entries if label and self.undecided[row]
         ]
         if decided:
-            write_labels(self.folder, *decided, name=self.undecided_file)
+            # The labels are saved, and count more than this state. It is removed with the next label if the disk is full.
+            with suppress(UserError):
+                write_labels(self.folder, *decided, name=self.undecided_file)
         self.written_count += len(edits)
         self.refresh()
 

@@ -21,6 +21,9 @@ from halfmoon.pages.label_order import Predictions
 from halfmoon.sites.folders.labels import STATE_FOLDER
 from halfmoon.storage import atomic_io
 
+POINT_FIELDS = frozenset({"labels", "accuracy", "low", "high", "judged", "random", "advice"})
+"""Fields of a result that the page shows."""
+
 
 def run_training_process(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
     """Train a head on pretrained features with the labels that a page sends, until the page closes the pipe.
@@ -97,7 +100,7 @@ class BackgroundTraining:
         self.progress: tuple[str, int, int] | None = None
         self._results_file = folder / STATE_FOLDER / f"trainings-{Path(labels_file).stem}.jsonl"
         # One dictionary for each training: the points of the curve of accuracy over the number of labels.
-        self.points = atomic_io.read_rows(self._results_file)
+        self.points = [row for row in atomic_io.read_intact_rows(self._results_file) if row.keys() >= POINT_FIELDS]
         self._lock = threading.Lock()
         self._process: Any = None  # starts with the first training, and remains for the next ones
         self._pipe: Any = None
@@ -168,7 +171,9 @@ class BackgroundTraining:
             self.points.append(outcome)
             with suppress(OSError):  # in a read-only folder the curve is lost when the page closes
                 self._results_file.parent.mkdir(exist_ok=True)
-                atomic_io.append(self._results_file, atomic_io.json_line(outcome))
+                # A full disk may have left half a line, which would damage the next one.
+                separator = b"\n" if atomic_io.ends_within_line(self._results_file) else b""
+                atomic_io.append(self._results_file, separator + atomic_io.json_line(outcome))
         self._has_point = bool(outcome)
         self.progress = None
 
