@@ -1,6 +1,8 @@
 """Views of a federation for pages, from the event records that its server and its sites write."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,35 +88,51 @@ def federation_view(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dic
     """
     events = read_events(folder)
     if not events:
-        if not (folder / SERVER_LOG).exists():
+        if not os.path.exists(folder / SERVER_LOG):
             return None
         return {"sites": [], "log": [["", f"{OLDER_VERSION}{SERVER_LOG}."]]}
     names = _read_site_names(folder)
     sites = {name: _new_site(name) for name in names}
     cohorts = {row["round"]: row.get("cohort") or () for row in rows}
     for event in events:
-        if event.name == "round_finished":
-            members = event.fields.get("cohort")
-            # Events of earlier versions have no cohort; metrics.jsonl has it as numbers of sites.
-            if not isinstance(members, list):
-                members = [names[k] for k in cohorts.get(event.fields.get("round"), ()) if k < len(names)]
-            for name, site in sites.items():
-                if name in members:
-                    site["last_contact"] = event.time
-                # An outlier is left out of the aggregation of one round only.
-                if name in members or site["state"] == "left out":
-                    site["state"] = "connected"
-            for name, reason in (event.fields.get("left_out") or {}).items():
-                _update_site(sites, str(name), "left out", event.time, str(reason))
-        elif event.name in STATES and "site" in event.fields:
-            name = str(event.fields["site"])
-            # The text of this event has the numbers of images, which the page shows in columns.
-            text = "joined" if event.name == "site_joined" else event.text
-            _update_site(sites, name, STATES[event.name], event.time, text)
-            for kind in IMAGE_COUNTS:
-                if kind in event.fields:
-                    sites[name][kind] = event.fields[kind]
+        # Events of another version may lack fields, or have other ones.
+        with suppress(LookupError, TypeError, AttributeError):
+            _apply_server_event(event, sites, names, cohorts)
     return {"sites": list(sites.values()), "log": _format_log(events)}
+
+
+def _apply_server_event(
+    event: Event, sites: dict[str, dict[str, Any]], names: Sequence[str], cohorts: Mapping[int, Sequence[int]]
+) -> None:
+    """Update the states of a federation's sites by an event of its server.
+
+    Args:
+        event: the event.
+        sites: the states by name, which are changed.
+        names: the names of the sites by number.
+        cohorts: the numbers of the sites of each round, as far as metrics.jsonl has them.
+    """
+    if event.name == "round_finished":
+        members = event.fields.get("cohort")
+        # Events of earlier versions have no cohort; metrics.jsonl has it as numbers of sites.
+        if not isinstance(members, list):
+            members = [names[k] for k in cohorts.get(event.fields["round"], ()) if k < len(names)]
+        for name, site in sites.items():
+            if name in members:
+                site["last_contact"] = event.time
+            # An outlier is left out of the aggregation of one round only.
+            if name in members or site["state"] == "left out":
+                site["state"] = "connected"
+        for name, reason in (event.fields.get("left_out") or {}).items():
+            _update_site(sites, str(name), "left out", event.time, str(reason))
+    elif event.name in STATES and "site" in event.fields:
+        name = str(event.fields["site"])
+        # The text of this event has the numbers of images, which the page shows in columns.
+        text = "joined" if event.name == "site_joined" else event.text
+        _update_site(sites, name, STATES[event.name], event.time, text)
+        for kind in IMAGE_COUNTS:
+            if kind in event.fields:
+                sites[name][kind] = event.fields[kind]
 
 
 def _new_site(name: str) -> dict[str, Any]:
@@ -139,7 +157,10 @@ def _read_site_names(folder: Path) -> Sequence[str]:
         names = (atomic_io.read_json(folder / name) or {}).get("sites")
         if isinstance(names, list) and all(isinstance(site, str) for site in names):
             return names
-    text = (atomic_io.read(folder / "config.toml") or b"").decode("utf-8", "replace")
+    try:
+        text = (atomic_io.read(folder / "config.toml") or b"").decode("utf-8", "replace")
+    except OSError:
+        return []
     names = (toml.parse_or_empty(text).get("federation") or {}).get("sites")
     return [str(name) for name in names] if isinstance(names, list) else []
 
@@ -147,7 +168,8 @@ def _read_site_names(folder: Path) -> Sequence[str]:
 def find_state_folder(folder: Path) -> Path | None:
     """Find the folder with a site's log: the folder itself, or its hidden state folder; None if there is none."""
     candidates = (folder, folder / STATE_FOLDER)
-    return next((candidate for candidate in candidates if (candidate / SITE_LOG).is_file()), None)
+    # False, and no error, for a folder that this user may not read.
+    return next((candidate for candidate in candidates if os.path.isfile(candidate / SITE_LOG)), None)
 
 
 def site_view(folder: Path) -> dict[str, Any] | None:
@@ -175,38 +197,54 @@ def site_view(folder: Path) -> dict[str, Any] | None:
     rounds: dict[int, dict[str, Any]] = {}
     evaluations: list[list[float]] = []
     for event in events:
-        fields = event.fields
-        if event.name in ("terms_offered", "joined"):
-            if fields["federation"] != view["federation"]:  # the rounds of another federation start at 1
-                rounds = {}
-                evaluations = []
-                view |= {"round": 0, "accuracy": None, "is_finished": False}
-            view |= {name: fields[name] for name in ("federation", "method", "rounds")}
-            view["needs_consent"] = event.name == "terms_offered"
-        elif event.name == "trained":
-            number = int(fields["round"])
-            rounds[number] = {
-                "round": number,
-                "time": event.time,
-                "received": fields["received"],
-                "work": fields["work"],
-                "sent": fields["sent"],
-                "loss": fields["loss"],
-            }
-            view["round"] = max(view["round"], number)
-        elif event.name == "evaluated" and fields["images"] == "test":
-            view["accuracy"] = 100 * fields["accuracy"]
-            count = view["rounds"] if fields["rounds"] is None else fields["rounds"]
-            evaluations.append([count, view["accuracy"]])
-        elif event.name == "finished":
-            view["is_finished"] = True
-            if fields["accuracy"] is not None:
-                view["accuracy"] = 100 * fields["accuracy"]
-                evaluations.append([view["rounds"], view["accuracy"]])
+        # Events of another version may lack fields, or have other ones.
+        with suppress(LookupError, TypeError, ValueError):
+            _apply_site_event(event, view, rounds, evaluations)
     latest = [rounds[number] for number in sorted(rounds)][-MAX_LOG_LINES:]
     view |= {"rounds_with_site": len(rounds), "rows": latest, "evaluations": evaluations}
     view["sentence"] = describe_participation(view) if events else f"{OLDER_VERSION}{SITE_LOG}."
     return view | {"log": _format_log(events)}
+
+
+def _apply_site_event(
+    event: Event, view: dict[str, Any], rounds: dict[int, dict[str, Any]], evaluations: list[list[float]]
+) -> None:
+    """Update a site's view of its federation by an event of its log.
+
+    Args:
+        event: the event.
+        view: the view of `site_view`, which is changed.
+        rounds: what the site did in each round, which is changed.
+        evaluations: [rounds, accuracy] of each evaluated model, to which one may be added.
+    """
+    fields = event.fields
+    if event.name in ("terms_offered", "joined"):
+        if fields["federation"] != view["federation"]:  # the rounds of another federation start at 1
+            rounds.clear()
+            evaluations.clear()
+            view |= {"round": 0, "accuracy": None, "is_finished": False}
+        view |= {name: fields[name] for name in ("federation", "method", "rounds")}
+        view["needs_consent"] = event.name == "terms_offered"
+    elif event.name == "trained":
+        number = int(fields["round"])
+        rounds[number] = {
+            "round": number,
+            "time": event.time,
+            "received": fields["received"],
+            "work": fields["work"],
+            "sent": fields["sent"],
+            "loss": fields["loss"],
+        }
+        view["round"] = max(view["round"], number)
+    elif event.name == "evaluated" and fields["images"] == "test":
+        view["accuracy"] = 100 * float(fields["accuracy"])
+        count = view["rounds"] if fields["rounds"] is None else fields["rounds"]
+        evaluations.append([count, view["accuracy"]])
+    elif event.name == "finished":
+        view["is_finished"] = True
+        if fields["accuracy"] is not None:
+            view["accuracy"] = 100 * float(fields["accuracy"])
+            evaluations.append([view["rounds"], view["accuracy"]])
 
 
 def describe_participation(view: dict[str, Any]) -> str:

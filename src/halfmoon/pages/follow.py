@@ -1,5 +1,6 @@
 """Follow run folders while they grow: read new rows once, describe the progress, and find problems."""
 
+import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,6 +64,20 @@ QUANTITIES = {
 """Quantities that are drawn by round: group and name in metrics.jsonl, and the factor by which they are shown."""
 
 
+def _drop_invalid(row: dict[str, Any]) -> dict[str, Any]:
+    """Drop the groups and numbers of a row that are of another type, as in a damaged file or one of another program."""
+    for group in {"cost", *(group for group, _, _ in QUANTITIES.values())} & row.keys():
+        values = row[group]
+        if not isinstance(values, dict):
+            del row[group]
+            continue
+        names = {name for other, name, _ in QUANTITIES.values() if other == group}
+        # A number that is not finite is written as null, which the page reports.
+        invalid = [name for name in names & values.keys() if isinstance(values[name], str | bool | list | dict)]
+        row[group] = {name: value for name, value in values.items() if name not in invalid}
+    return row
+
+
 @dataclass
 class JsonLinesFile:
     """A growing file of JSON lines with a round each. Complete lines are read once.
@@ -110,7 +125,7 @@ class JsonLinesFile:
                 # A resumed run repeats rounds. The file may have outgrown its old length since the last read.
                 while self.rows and self.rows[-1]["round"] >= row["round"]:
                     self.rows.pop()
-                self.rows.append(row)
+                self.rows.append(_drop_invalid(row))
         self.offset += len(complete) + len(newline)
         self.stamp = stamp
         return True
@@ -146,7 +161,10 @@ class FollowedRun:
         timings_changed = self.timings.update()
         options_found = False
         if not self.options:
-            text = atomic_io.read(self.path / CONFIG_FILE) or b""
+            try:
+                text = atomic_io.read(self.path / CONFIG_FILE) or b""
+            except OSError:
+                text = b""  # such as a file that this user may not read
             self.options = toml.parse_or_empty(text.decode("utf-8", "replace"))
             self.title = read_title(self.path)
             options_found = bool(self.options)
@@ -358,11 +376,12 @@ def find_runs(root: Path) -> list[tuple[Path, str]]:
         The folders with a short name each, those of the sweep first.
     """
     names: dict[Path, str] = {}
-    sweep = atomic_io.read_json(root / SWEEP_FILE) if (root / SWEEP_FILE).is_file() else None
+    sweep = atomic_io.read_json(root / SWEEP_FILE)
     if sweep is not None:
         for path, name in _runs_of_sweep(root, sweep):
             names.setdefault(path.resolve(), name)
-    run_files = [root / RUN_FILE] if (root / RUN_FILE).is_file() else []
+    # `os.path.isfile` is False, and no error, for a file in a folder that this user may not read.
+    run_files = [root / RUN_FILE] if os.path.isfile(root / RUN_FILE) else []
     run_files += sorted(root.glob(f"*/{RUN_FILE}"))
     run_files += sorted([*root.glob(f"*/*/{RUN_FILE}"), *root.glob(f"*/baselines/*/{RUN_FILE}")])
     for run_file in run_files:
@@ -386,7 +405,7 @@ def _runs_of_sweep(root: Path, sweep: Mapping[str, Any]) -> Iterable[tuple[Path,
             coordinates = ", ".join(str(value) for value in cell["at"].values())
             for run in cell["runs"]:
                 path = root / str(run["folder"])
-                if run["folder"] and (path / RUN_FILE).is_file():
+                if run["folder"] and os.path.isfile(path / RUN_FILE):
                     yield path, f"{coordinates}, seed {run['seed']}"
         except (KeyError, TypeError, AttributeError):
             continue
@@ -425,7 +444,8 @@ class Follower:
         sweep = atomic_io.read_json(self.root / SWEEP_FILE) or {}
         cells = sweep.get("cells")
         if isinstance(cells, list):
-            return sum(len(cell.get("runs") or ()) for cell in cells if isinstance(cell, dict))
+            runs = [cell.get("runs") for cell in cells if isinstance(cell, dict)]
+            return sum(len(each) for each in runs if isinstance(each, list))
         jobs = (atomic_io.read_json(self.root / COMPARISON_FILE) or {}).get("jobs")
         return len(jobs) if isinstance(jobs, list) else 0
 

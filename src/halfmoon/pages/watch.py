@@ -13,6 +13,7 @@ from halfmoon.pages import federation_events
 from halfmoon.pages.follow import FollowedRun, Follower, find_ceiling_alarms
 from halfmoon.pages.server import build_app, serve_page
 from halfmoon.report.styles import line_styles, style_to_json
+from halfmoon.storage import atomic_io
 from halfmoon.storage.events import EventRecorder
 
 if TYPE_CHECKING:
@@ -34,16 +35,22 @@ class WatchPage:
         Raises:
             UserError: the folder does not exist, or has other contents.
         """
-        if not root.is_dir():
+        try:
+            is_empty = not any(root.iterdir())
+        except PermissionError as error:
+            raise UserError(
+                f"{root} cannot be read (permission denied): change its rights, or watch as its owner."
+            ) from error
+        except OSError as error:
             raise UserError(
                 f"{root}: there is no such folder; give the folder of a run, a sweep, a federation or a site."
-            )
+            ) from error
         self.root = root
         self.follower = Follower(root)
         self.follower.update()
         is_site = federation_events.find_state_folder(root) is not None
         is_server = federation_events.last_event_time(root) is not None
-        if not self.follower.runs and not is_site and not is_server and any(root.iterdir()):
+        if not self.follower.runs and not is_site and not is_server and not is_empty:
             raise UserError(
                 f"{root} has no run, no sweep, no federation and no site that has joined one; give the folder of one."
             )
@@ -104,7 +111,7 @@ class WatchPage:
             # A server is its own run; its rows have the cohorts.
             rows = next((run.metrics.rows for run in runs if run.path == self.root.resolve()), ())
             alarms = find_ceiling_alarms(runs, self._ceilings, self._floors)
-            return {
+            data = {
                 "runs": run_views,
                 "planned": self.follower.planned(),
                 "left_out": self.follower.left_out,
@@ -112,6 +119,8 @@ class WatchPage:
                 "federation": federation_events.federation_view(self.root, rows),
                 "site": federation_events.site_view(self.root),
             }
+            # JSON has neither nan nor infinity, which a damaged file or one of another program may have.
+            return atomic_io.replace_nonfinite(data)
 
     def app(self) -> ASGIApp:
         """Build the app of the page."""
