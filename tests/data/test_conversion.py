@@ -64,7 +64,7 @@ class Rows:
         self.features = {image: Column(), "label": Column(names)}
 
     def __len__(self) -> int:
-        return len(self.columns["label"])
+        return len(next(iter(self.columns.values())))
 
     def __getitem__(self, key: int | str) -> Any:
         if isinstance(key, str):
@@ -615,11 +615,41 @@ def test_parts_have_the_names_that_folders_may_have() -> None:
 
 
 def test_class_names_of_arrays_are_normalized_and_compared() -> None:
-    names = np.array(["cafe\u0301", " caf\u00e9 ", "Dog", "dog"])[np.arange(80) % 4]
-    data = make_memory_data((X, names))
-    assert data.train.classes == ("Dog", "caf\u00e9", "dog")
-    assert any("'Dog' and 'dog'" in note for note in load_memory(register(data)).notes)
-    assert make_memory_data((X, np.array(["10", "9"])[np.arange(80) % 2])).train.classes == ("9", "10")
+    """Names that a program wrote as labels are asked about; names that it declared are only reported."""
+    images = np.random.default_rng(0).integers(0, 256, (12, 8, 8), np.uint8)
+    assert convert_images((images, ["a ", "a", "b\u00e9", "be\u0301"] * 3)).classes == ("a", "b\u00e9")
+    cases: list[tuple[Any, str]] = [
+        (["Cat", "cat", "dog"] * 4, "'Cat' and 'cat'"),
+        (np.array(["1", "1.0", "2"] * 4), "'1' and '1.0'"),
+        (pd.Series(["left lung", "left_lung", "b"] * 4), "'left lung' and 'left_lung'"),
+    ]
+    for labels, names in cases:
+        tables = ({"image": list(images), "label": labels}, pd.DataFrame({"image": list(images), "label": labels}))
+        for data in ((images, labels), *tables, [*zip(images, labels, strict=True)]):
+            with pytest.raises(
+                UserError, match=rf"data, labels: the class names {names} differ only in .*astype\('category'"
+            ):
+                convert_images(data)
+    declared = make_memory_data((images, pd.Series(["Cat", "cat", "dog"] * 4).astype("category")))
+    assert any("'Cat' and 'cat' are nearly the same" in note for note in load_memory(register(declared)).notes)
+    pairs = Pairs(images, ["Cat", "cat", "dog"] * 4)
+    pairs.classes = ["Cat", "cat", "dog"]  # pyright: ignore[reportAttributeAccessIssue]
+    assert convert_images(pairs).classes == ("Cat", "cat", "dog")
+    # A class of the model that may be meant is named.
+    with pytest.raises(
+        UserError, match=r"label 'Cat', but the classes are cat, dog; rename it to 'cat', if it is that"
+    ):
+        convert_images((images, ["Cat", "dog"] * 6), classes=("cat", "dog"))
+
+
+def test_labels_that_are_numbers_are_sorted_as_numbers() -> None:
+    images = np.zeros((6, 8, 8), np.uint8)
+    for labels in (["10", "9", "2"] * 2, np.array(["10", "9", "2"] * 2), [10, 9, 2] * 2, [10.0, 9.0, 2.0] * 2):
+        result = convert_images((images, labels))
+        assert result.classes == ("2", "9", "10")
+        assert result.labels.tolist() == [2, 1, 0] * 2
+    rows = pd.DataFrame({"image": list(images), "label": ["10", "9", "2"] * 2})
+    assert convert_images(rows).classes == ("2", "9", "10")
 
 
 def test_copies_in_arrays_are_not_divided_and_are_reported() -> None:
@@ -706,3 +736,17 @@ def test_a_model_predicts_images_of_tables(container: Callable[[Any], Any], mode
 def test_vectors_and_masks_are_no_images(images: Any, sentence: str, model: halfmoon.Model) -> None:
     with pytest.raises(UserError, match=sentence):
         model.predict(images)
+
+
+def test_tables_without_labels_are_predicted(model: halfmoon.Model) -> None:
+    """The error was that there is no column of labels, which a prediction does not need."""
+    expected = model.predict(X[:4])
+    rows = Rows(as_pil(X[:4]), Y[:4])
+    del rows.columns["label"]
+    rows.column_names = ["image"]
+    for images in (
+        pd.DataFrame({"image": as_pil(X[:4])}),
+        pd.DataFrame({"image": as_pil(X[:4]), "age": range(4)}),
+        rows,
+    ):
+        assert model.predict(images).equals(expected)

@@ -8,7 +8,8 @@ An image is an array or tensor, a PIL image, or the path of a file. A batch of i
 are multiplied by 255 and rounded.
 
 Labels are whole numbers or strings. `-1` (in strings also "-1"), None, NaN and masked values mean "unlabeled". Class names
-are the sorted different labels as text, unless the data set names its classes.
+are the sorted different labels as text, unless the data set names its classes. Labels that are nearly equal, such as "Cat"
+and "cat", are refused, unless the program declares them as names of different classes (`DECLARATION`).
 """
 
 import math
@@ -26,7 +27,13 @@ from PIL import Image, UnidentifiedImageError
 
 from halfmoon.core.errors import ImageReadError, UnknownRangeError, UserError, one_line
 from halfmoon.data import Images, Source
-from halfmoon.data.class_names import is_missing_label, normalize_class_name, sort_class_names
+from halfmoon.data.class_names import (
+    is_missing_label,
+    match_class_name,
+    normalize_class_name,
+    refuse_near_equal,
+    sort_class_names,
+)
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.memory import ImageCollection, MemoryData
 from halfmoon.data.preparation import UNCHANGED, Preparation
@@ -43,6 +50,12 @@ CHANNELS = (1, 3)
 
 FLOAT_TOLERANCE = 1e-4
 """Distance from the range 0 to 1 that is a rounding error, such as of an interpolation, and is cut off."""
+
+DECLARATION = (
+    "declare them: as categories of pandas (y.astype('category')), a column of ClassLabel of Hugging Face, or the "
+    "attribute `classes` of a torch Dataset"
+)
+"""How a program confirms that nearly equal names are different classes, after "if both are meant, "."""
 
 ACCEPTED_TYPES = (
     "(X, y) of arrays or of a list of images and their labels, a torch Dataset of (image, label), or a Dataset or "
@@ -204,6 +217,11 @@ def read_unlabeled(
         return preparation.convert(images.images), False
     if _has_mask(images):
         raise UserError(f"{name} has masked pixels: fill them, such as by X.filled(0).")
+    if isinstance(images, pd.DataFrame):  # its labels are not needed
+        columns = list(map(str, images.columns))
+        images = images.iloc[:, columns.index(find_column(name, columns, (*IMAGE_COLUMNS, *PATH_TITLES)))]
+    elif _is_hugging_face(images) and set(LABEL_COLUMNS).isdisjoint(images.column_names):
+        images = list(images[find_column(name, images.column_names, IMAGE_COLUMNS)])
     images = _list_objects(images)
     if isinstance(images, bytes):
         return _read_image(images, preparation, name)[None], True
@@ -246,13 +264,14 @@ def _open_pair(images: Any, labels: Any, classes: Sequence[str] | None, name: st
         name: the argument that the pair is, for errors.
     """
     values = _list_labels(labels, name)
+    declared = _declared_names(labels)
     if _has_mask(images):
         raise UserError(f"{name} has masked pixels: fill them, such as by X.filled(0).")
     images = _list_objects(images)
     if isinstance(images, np.ndarray | torch.Tensor):
         pixels = _read_batch(_to_numpy(images), name)
         _check_lengths(len(pixels), len(values), name)
-        numbers, names = _classify(values, classes, names=None, name=name)
+        numbers, names = _classify(values, classes, names=None, name=name, declared=declared)
         return _array_collection(pixels, numbers, names, name)
     if isinstance(images, str | Path) or not isinstance(images, Sequence):
         raise UserError(
@@ -260,7 +279,7 @@ def _open_pair(images: Any, labels: Any, classes: Sequence[str] | None, name: st
             "of images."
         )
     _check_lengths(len(images), len(values), name)
-    numbers, names = _classify(values, classes, names=None, name=name)
+    numbers, names = _classify(values, classes, names=None, name=name, declared=declared)
     return ImageCollection(_make_reader(images, name), numbers, names, name)
 
 
@@ -673,8 +692,22 @@ def _to_scalar(label: Any, location: str) -> Any:
     return array.item()
 
 
+def _declared_names(labels: Any) -> set[str]:
+    """Return the categories of labels of pandas, by which a program declares its class names; empty for others."""
+    dtype = getattr(labels, "dtype", None)
+    return (
+        {normalize_class_name(str(each)) for each in dtype.categories}
+        if isinstance(dtype, pd.CategoricalDtype)
+        else set()
+    )
+
+
 def _classify(
-    values: Sequence[Any], classes: Sequence[str] | None, names: Sequence[str] | None, name: str
+    values: Sequence[Any],
+    classes: Sequence[str] | None,
+    names: Sequence[str] | None,
+    name: str,
+    declared: Collection[str] = (),
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Convert labels of a user's data set to class indices.
 
@@ -686,9 +719,13 @@ def _classify(
         classes: the class names that are required; None if the labels define them.
         names: class names of the data set by number; None if it has none.
         name: the argument, for errors.
+        declared: names that the program has declared as different classes, although they may be nearly equal.
 
     Returns:
         Labels, int64 (N,), -1 for unlabeled images, and class names.
+
+    Raises:
+        UserError: a label is invalid, or names of classes are nearly equal, such as "Cat" and "cat".
     """
     # Integers remain integers here, all other labels become strings.
     labels = [_label_text(value, row, name) for row, value in enumerate(values)]
@@ -702,6 +739,7 @@ def _classify(
         if len({type(label) for label in present}) > 1:
             raise UserError(f"{name}: some labels are numbers and some are strings; give one kind.")
         classes = sort_class_names(str(label) for label in present)
+        refuse_near_equal(classes, f"{name}, labels", declared, DECLARATION)
     return _number_labels(labels, classes, name), tuple(classes)
 
 
@@ -738,7 +776,9 @@ def _number_labels(texts: Sequence[int | str], classes: Sequence[str], name: str
             labels[row] = text
         else:
             listing = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
-            raise UserError(f"{name}: image {row} has the label {text!r}, but the classes are {listing}.")
+            similar = match_class_name(str(text), classes)
+            hint = f"; rename it to {similar!r}, if it is that class" if similar else ""
+            raise UserError(f"{name}: image {row} has the label {text!r}, but the classes are {listing}{hint}.")
     return labels
 
 

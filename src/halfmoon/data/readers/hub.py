@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from halfmoon.core.errors import ImageReadError, UserError, install_command
-from halfmoon.data.class_names import normalize_class_name, sort_class_names
+from halfmoon.data.class_names import normalize_class_name, refuse_near_equal, sort_class_names
 from halfmoon.data.images import UNKNOWN, Images
 from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers.decode import decode_all
@@ -69,7 +69,10 @@ def read(
         values = list(rows[label_column])
         if any(isinstance(value, str) for value in values):
             texts = normalize_text_labels(values)
-            names = names or tuple(sort_class_names({name for name in texts if name is not None}))
+            if names is None:
+                names = tuple(sort_class_names({name for name in texts if name is not None}))
+                hint = "load it by datasets.load_dataset, and pass it with a column of ClassLabel"
+                refuse_near_equal(names, f"{location}, column of labels", hint=hint)
             labels = number_text_labels(texts, names, location)
         else:
             labels = _check_labels(values, location)
