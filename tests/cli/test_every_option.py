@@ -236,6 +236,7 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         "accept": (JOIN, f"{JOIN} --accept fedavg"),
         "trust": (JOIN, f"{JOIN} --trust custom_models:CustomFedAvg"),
         "weights": (JOIN, f"{JOIN} --weights run/model.safetensors"),
+        "skip_unreadable": (JOIN, f"{JOIN} --skip-unreadable"),
         "all": (JOIN, f"{JOIN} --all"),
         "json": (JOIN, f"{JOIN} --json"),
     },

@@ -37,6 +37,7 @@ from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.connection import SiteReply
 from halfmoon.federation.server.runtime import RemoteRuntime
+from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteMemory, prune_memories
 from halfmoon.methods import registry
@@ -598,8 +599,33 @@ def test_unreadable_images_are_counted_with_the_command_that_lists_them(tmp_path
     site = folder(tmp_path / WARD, {0: "ill", 1: "sound"})
     broken = sorted(path for path in site.rglob("*.png"))[-1]
     broken.write_bytes(b"")
-    member = SiteClient.from_folder(site, "north", tmp_path / "home")
+    member = SiteClient.from_folder(site, "north", tmp_path / "home", skip_unreadable=True)
     assert isinstance(read_message(member.reply_to(offer()), Acceptance), Acceptance)
     count = len(list(site.rglob("*.png")))
     text = f"1 cannot be read and are left out ({1 / count:.0%}): `halfmoon site check {shlex.quote(str(site))}` lists them"
     assert text in logged(member)
+
+
+def test_a_site_does_not_join_with_many_unreadable_images(tmp_path: Path) -> None:
+    """Above 5 % only an option leaves them out; the server gets no name, the people get the numbers and a list."""
+    site = folder(tmp_path / WARD, {0: "ill", 1: "sound"})
+    images = sorted(site.rglob("*.png"))
+    for path in images[2:4]:
+        path.write_bytes(b"")
+    for _ in range(2):  # decoded now, and decoded earlier
+        member = SiteClient.from_folder(site, "north", tmp_path / "home")
+        refusal = read_message(member.reply_to(offer()), Refusal, Acceptance)
+        assert isinstance(refusal, Refusal)
+        assert refusal.reason == "too many of its images cannot be read; its log names them."
+        end = consent.load_end(tmp_path / "home")
+        assert end is not None
+        assert end.code == 1
+        assert f"2 of {len(images)} images in {site} cannot be read" in end.reason
+        assert end.reason.endswith("replace or remove them, or leave them out with --skip-unreadable.")
+    rows = (tmp_path / "home" / "skipped.csv").read_text().splitlines()
+    assert [row.partition(",")[0] for row in rows] == [
+        "path",
+        *(path.relative_to(site).as_posix() for path in images[2:4]),
+    ]
+    member = SiteClient.from_folder(site, "north", tmp_path / "home", skip_unreadable=True)
+    assert isinstance(read_message(member.reply_to(offer()), Acceptance), Acceptance)

@@ -305,6 +305,10 @@ def add_join_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust", metavar="PART", nargs="+", default=(), help=about)
     about = "your copy of the weights that the federation starts from (default: none)"
     parser.add_argument("--weights", metavar="FILE", nargs="+", type=Path, default=(), help=about)
+    about = (
+        "leave out any number of images that cannot be read; otherwise the site does not join if more than 5 % cannot"
+    )
+    parser.add_argument("--skip-unreadable", action="store_true", help=about)
     about = "print all options of the terms before asking, instead of ten lines"
     parser.add_argument("--all", action="store_true", help=about)
 
@@ -358,6 +362,7 @@ def _join(args: argparse.Namespace) -> int:
         weights=tuple(args.weights),
         site_keys=args.site_keys,
         all=args.all,
+        skip_unreadable=args.skip_unreadable,
     )
     consent.set_accuracy_sharing(site.state_folder, args.share_accuracy)
     message = f"{args.name} has left; the same command joins again, with its stored state."

@@ -116,6 +116,7 @@ class SiteClient:
         trusted: tuple[str, ...] = (),
         validations: Path | None = None,
         keys: KeyFiles = KeyFiles(),  # noqa: B008 (it is frozen)
+        skip_unreadable: bool = False,
     ) -> "SiteClient":
         """Set up the client of a folder of images.
 
@@ -130,10 +131,11 @@ class SiteClient:
             trusted: plugins (Python modules of the user) that the site may import.
             validations: folder of images by which the server chooses the best round; None for none.
             keys: files of the long-term keys by which sites know each other with secure aggregation.
+            skip_unreadable: whether to leave out any number of images that cannot be read.
         """
         if state_folder is None:
             state_folder = folder / STATE_FOLDER
-        images = SiteImages(folder, state_folder, tests=tests, device=device, validations=validations)
+        images = SiteImages(folder, state_folder, tests, device, validations, skip_unreadable)
         consent_rules = Consent(state_folder, terms=terms, methods=methods)
         return cls(images, name, consent_rules, trusted=trusted, keys=keys)
 

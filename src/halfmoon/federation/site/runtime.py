@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,8 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Images, Split
+from halfmoon.data.images import SkippedImage
+from halfmoon.data.preparation import MAX_SKIPPED_SHARE
 from halfmoon.engine.driver import ClientContext, ClientResult, images_per_call
 from halfmoon.engine.evaluation import Examples, evaluate_model
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
@@ -28,6 +30,7 @@ from halfmoon.federation.protocol.disclosure import check_class_counts
 from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.messages import (
     OTHER_VERSION,
+    PermanentRefusal,
     RefusalError,
     Reply,
     Request,
@@ -49,7 +52,8 @@ from halfmoon.methods import registry
 from halfmoon.runs.budgets import build_budget
 from halfmoon.runs.factory import build_batch_rules, build_method, build_task, build_views, select_device, to_examples
 from halfmoon.runs.features import Progress, select_inputs
-from halfmoon.sites.folders.prepare import open_prepared_site
+from halfmoon.runs.runner import SKIPPED, write_skipped_list
+from halfmoon.sites.folders.prepare import open_prepared_site, read_left_out
 from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage import atomic_io, serialization
 from halfmoon.storage.events import EventRecorder
@@ -498,6 +502,7 @@ class SiteImages:
         tests: images to test models on, never trained on; None for none.
         device: where to compute, as for the option `device`.
         validations: images by which the server chooses the best round; None for none.
+        skip_unreadable: whether to leave out any number of images that cannot be read, as the option of a run.
     """
 
     folder: Path
@@ -505,6 +510,7 @@ class SiteImages:
     tests: Path | None = None
     device: str = "auto"
     validations: Path | None = None
+    skip_unreadable: bool = False
 
     def make_runtime(self, terms: Terms, name: str, version: str, log: EventRecorder) -> SiteRuntime:
         """Decode the images to the size of the terms and set up the site.
@@ -516,9 +522,10 @@ class SiteImages:
             log: the site's log.
 
         Raises:
-            RefusalError: the images or labels do not fit the terms.
+            RefusalError: the images or labels do not fit the terms, or too many images cannot be read.
         """
-        folder = self._decode(terms, log)
+        folder, left_out = self._decode(terms, log)
+        self._check_unreadable(self.folder, len(folder), left_out, "")
         assert folder.images is not None, "it was just prepared"
         number = terms.sites.index(name)  # the client number of this site
         labels = map_labels(folder, terms)
@@ -537,6 +544,7 @@ class SiteImages:
             if folder_path is not None:
                 decoded_folder = self.state_folder / f"{purpose}-{image_spec_name(terms)}"
                 images = load_labeled_images(folder_path, terms, decoded_folder)
+                self._check_unreadable(folder_path, len(images), read_left_out(decoded_folder), f"{purpose}-")
                 held_out_images[folder_path] = images
                 held_out[purpose] = model_inputs.prepare_test(to_examples(images, compute_device))
         for note in describe_held_out(held_out_images, folder.images if held_out_images else None):
@@ -547,11 +555,42 @@ class SiteImages:
 
     def write_training_digests(self, terms: Terms, log: EventRecorder) -> None:
         """Write the digests of the training images next to the final model; later commands recognize them by it."""
-        images = self._decode(terms, log).images
+        images = self._decode(terms, log)[0].images
         if images is not None:
             write_digests(self.state_folder, images, replace=True)
 
-    def _decode(self, terms: Terms, log: EventRecorder) -> SiteFolder:
+    def _check_unreadable(self, folder: Path, readable: int, left_out: Mapping[str, str], prefix: str) -> None:
+        """Refuse to take part if too many images of a folder cannot be read, and list them in a file.
+
+        No person may be there to be asked, so only the option `skip_unreadable` permits more than `MAX_SKIPPED_SHARE`.
+
+        Args:
+            folder: the images.
+            readable: the number of images that can be read.
+            left_out: the reason for each of the others, by path.
+            prefix: start of the name of the list, which is written into the state folder.
+
+        Raises:
+            PermanentRefusal: too many cannot be read. The refusal is sent to the server; its cause, which has the
+                numbers and the name of the list, is for the site's people.
+        """
+        count = readable + len(left_out)
+        if self.skip_unreadable or len(left_out) <= MAX_SKIPPED_SHARE * count:
+            return
+        path, reason = min(left_out.items())
+        list_file = self.state_folder / f"{prefix}{SKIPPED}"
+        try:
+            write_skipped_list(list_file, [SkippedImage(0, *item) for item in left_out.items()])
+            listed = f"{list_file} lists all"
+        except OSError:  # a full disk
+            listed = f"`halfmoon site check {shlex.quote(str(folder))}` lists all"
+        details = UserError(
+            f"{len(left_out):,} of {count:,} images in {folder} cannot be read, such as {path} "
+            f"({reason.removesuffix('.')}); {listed}: replace or remove them, or leave them out with --skip-unreadable."
+        )
+        raise PermanentRefusal("too many of its images cannot be read; its log names them.") from details
+
+    def _decode(self, terms: Terms, log: EventRecorder) -> tuple[SiteFolder, dict[str, str]]:
         """Open the folder of training images with its images decoded to the size of the terms.
 
         Decoded images are stored in the state folder, or in a subfolder if it has images of another size already.
@@ -559,10 +598,13 @@ class SiteImages:
         Args:
             terms: the configuration that the server and all sites of a federation share.
             log: the site's log.
+
+        Returns:
+            The folder, and the reason for each image that cannot be read, by path.
         """
         folder = open_prepared_folder(self.folder, self.state_folder, terms)
         if folder is not None:
-            return folder
+            return folder, read_left_out(self.state_folder)
         output_folder = self.state_folder
         if self._has_decoded_images():
             output_folder /= image_spec_name(terms)
@@ -574,7 +616,7 @@ class SiteImages:
                 share = left_out / (left_out + len(result.site))
                 text += f" ({share:.0%}): `halfmoon site check {shlex.quote(str(self.folder))}` lists them"
             log.record("images_decoded", text, images=result.decoded, left_out=left_out)
-        return result.site
+        return result.site, result.left_out
 
     def _has_decoded_images(self) -> bool:
         try:

@@ -26,7 +26,7 @@ from halfmoon.federation.site.site_keys import KeyFiles
 from halfmoon.federation.transport.records import unwrap_message, wrap_message
 
 PATHS = ("home", "tests", "validations", "key", "site-keys")
-OPTIONS = ("folder", "name", "device", "terms", "methods", "trusted", "weights", *PATHS)
+OPTIONS = ("folder", "name", "device", "terms", "methods", "trusted", "weights", "skip-unreadable", *PATHS)
 
 app = ClientApp()
 
@@ -77,6 +77,7 @@ def _open_client(values: tuple[str, ...]) -> SiteClient:
         trusted=tuple(options["trusted"].split()),
         validations=paths["validations"],
         keys=KeyFiles(paths["key"], paths["site-keys"]),
+        skip_unreadable=bool(options["skip-unreadable"]),
     )
 
 

@@ -109,6 +109,7 @@ class SiteOptions:
         validations: folder of images by which the server chooses the best round.
         site_keys: file with the keys of all sites, for secure sums.
         all: whether to show every option of the terms, not ten lines.
+        skip_unreadable: whether to leave out any number of images that cannot be read.
 
     Raises:
         UserError: the options contradict each other, or a file is missing.
@@ -133,6 +134,7 @@ class SiteOptions:
     validations: Path | None = None
     site_keys: Path | None = None
     all: bool = False
+    skip_unreadable: bool = False
 
     def __post_init__(self) -> None:
         """Check the options of a site before anything is started; raise UserError for the first mistake."""
@@ -191,6 +193,7 @@ def node_options(site: SiteOptions) -> dict[str, Any]:
         "terms": site.terms,
         "methods": " ".join(site.methods),
         "trusted": " ".join(site.trusted),
+        "skip-unreadable": "yes" if site.skip_unreadable else "",
         "weights": os.pathsep.join(str(path.absolute()) for path in site.weights),
     }
     paths = {

@@ -140,6 +140,12 @@ def open_prepared_site(folder: Path, out: Path | None = None, preparation: str |
     return _with_images(site, index)
 
 
+def read_left_out(state_folder: Path) -> dict[str, str]:
+    """Read the reason for each image that `prepare_site` could not read, by path; {} if nothing was prepared there."""
+    index = _load_index(state_folder)
+    return {} if index is None else index.left_out
+
+
 @dataclass(frozen=True)
 class _Index:
     """The contents of index.json.
