@@ -222,6 +222,7 @@ def test_a_wrong_key_type_or_choice_is_one_sentence(values: dict[str, Any], sent
         ({"unlabeled_batch": "rest", "epoch": "unlabeled"}, "epoch 'unlabeled' needs a number as unlabeled_batch"),
         ({"steps": 5, "epochs": 2}, "steps and epochs exclude each other"),
         ({"momentum": 0.9}, "momentum is 0.9, but adam has none: use optimizer 'sgd'."),
+        ({"clients": 0, "cohort": 2}, "clients is 0: it must be at least 1."),
         ({"baselines": ["feddure"]}, "method feddure is named twice in method and baselines: name it once."),
     ],
 )

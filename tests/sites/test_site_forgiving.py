@@ -129,3 +129,16 @@ def test_a_folder_is_prepared_anew_for_another_window(tmp_path: Path) -> None:
     assert two.site.images[1].max() == round(47 * 80 / 40000 * 255)
     with pytest.raises(UserError, match="is prepared in another way"):
         open_prepared_site(site_folder, preparation="")
+
+
+@pytest.mark.parametrize("start", ["/home/me/photos/", "C:\\Users\\me\\", "~/", "../in/", "file:///data/"])
+def test_a_path_of_another_machine_names_the_image_that_may_be_meant(tmp_path: Path, start: str) -> None:
+    """Tables that another program wrote have full paths; each image is named by its place in the folder."""
+    (tmp_path / "day1").mkdir()
+    for name in ("day1/one.png", "two.png"):
+        Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / name)
+    (tmp_path / "labels.csv").write_text(f"path,label\n{start}one.png,a\n{start}Two.png,b\n")
+    with pytest.raises(
+        UserError, match=r"one\.png \(did you mean day1/one\.png\?\), .*Two\.png \(did you mean two\.png\?\)"
+    ):
+        read_site(tmp_path)

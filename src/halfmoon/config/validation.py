@@ -127,7 +127,9 @@ def _check_batches(config: Any) -> None:
 
 
 def check_cohort(cohort: int, clients: int) -> None:
-    """Raise UserError if the cohort is larger than the number of clients."""
+    """Raise UserError if the cohort is larger than the number of clients, or there are no clients."""
+    if clients < 1:
+        raise UserError(f"clients is {clients}: it must be at least 1.")
     if cohort > clients:
         raise UserError(f"cohort is {cohort}, but clients is {clients}: it must be at most {clients}.")
 

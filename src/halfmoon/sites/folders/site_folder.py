@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -393,6 +394,10 @@ def _match_labels(images: Iterable[str], table: LabelTable) -> tuple[dict[str, l
         image that has one, and the paths in the table that belong to no image.
     """
     exact_paths = set(images)
+    # Tables that another program wrote often have the full paths of that machine.
+    images_by_name: dict[str, list[str]] = {}
+    for path in exact_paths:
+        images_by_name.setdefault(normalize_text(posixpath.basename(path)).lower(), []).append(path)
     similar_images = _index_loosely(exact_paths)
     path_by_normalized = {normalize_text(path): path for path in exact_paths}
     labels: dict[str, list[str]] = {}
@@ -402,7 +407,8 @@ def _match_labels(images: Iterable[str], table: LabelTable) -> tuple[dict[str, l
         image = path if path in exact_paths else path_by_normalized.get(normalize_path(path))
         if image is None:
             lowered = normalize_path(path).lower()
-            similar = similar_images.get(lowered) or similar_images.get(os.path.splitext(lowered)[0]) or []
+            similar = similar_images.get(lowered) or similar_images.get(os.path.splitext(lowered)[0])
+            similar = similar or images_by_name.get(posixpath.basename(lowered), [])
             missing[f"{path} (did you mean {similar[0]}?)" if len(similar) == 1 else path] = None
             continue
         if group:
