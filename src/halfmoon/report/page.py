@@ -258,14 +258,14 @@ def list_cell_scores(study: Study, score: ScoreTable, column: Column) -> list[tu
 
 def list_roles(row: str, roles: RowRoles) -> list[str]:
     """List the roles of a row in a word each for a table: upper bound, baseline, best."""
-    found = []
+    roles_of_row = []
     if row == roles.ceiling:
-        found.append("upper bound")
+        roles_of_row.append("upper bound")
     if row == roles.baseline:
-        found.append("baseline")
+        roles_of_row.append("baseline")
     if row in roles.winners and row != roles.ceiling:
-        found.append("best")
-    return found
+        roles_of_row.append("best")
+    return roles_of_row
 
 
 def format_gain(cell: CellScore, baseline: CellScore) -> str:
