@@ -148,7 +148,7 @@ def hover(browser: Any, selector: str, across: float, broadcast: float = 0.5) ->
     position = {"x": frame[0] + across * frame[2], "y": frame[1] + broadcast * frame[3]}
     browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **position})
     settle(browser)
-    tips = browser.find_elements("css selector", "#tip:not([hidden])")
+    tips = browser.find_elements("css selector", "#tooltip:not([hidden])")
     return tips[0].text if tips else ""
 
 
@@ -168,7 +168,7 @@ def test_hovering_shows_values(browser: Any, page: Path) -> None:
     assert "FedDure, published\n62.00 ± 1.00" in hover(browser, "[data-option-charts] svg[role=img]", 0.98)
     browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": 2, "y": 2})
     settle(browser)
-    assert count(browser, "#tip:not([hidden])") == 0
+    assert count(browser, "#tooltip:not([hidden])") == 0
     assert browser.get_log("browser") == []
 
 
@@ -179,10 +179,10 @@ def test_arrow_keys_walk_along_the_rounds(browser: Any, page: Path) -> None:
     rounds = []
     for key in ("\ue014", "\ue014", "\ue012"):
         chart.send_keys(key)
-        rounds.append(browser.find_element("css selector", "#tip b").text)
+        rounds.append(browser.find_element("css selector", "#tooltip b").text)
     assert rounds == ["round 2", "round 4", "round 2"]
     chart.send_keys("\ue00c")  # Escape
-    assert count(browser, "#tip:not([hidden])") == 0
+    assert count(browser, "#tooltip:not([hidden])") == 0
     assert count(browser, f"{group(0)} .guide line") == 0
 
 
@@ -201,7 +201,7 @@ def test_arrow_keys_walk_along_every_kind_of_chart(browser: Any, page: Path) -> 
         for _ in range(2):
             chart.send_keys("\ue014")
             settle(browser)
-            stops[name].append(browser.find_element("css selector", "#tip").text.split("\n")[:3])
+            stops[name].append(browser.find_element("css selector", "#tooltip").text.split("\n")[:3])
     assert [lines[0] for lines in stops["classes"]] == [ODD, "dog"]
     matrix = [[f"true: {ODD}", "predicted: " + ODD, "80 (80.0 %)"], [f"true: {ODD}", "predicted: dog", "20 (20.0 %)"]]
     assert stops["confusion"] == matrix

@@ -190,7 +190,7 @@ const tooltip = {
    * @param {TooltipRow[]} rows
    */
   show(x, y, title, rows) {
-    this.element ??= document.body.appendChild(createElement("div", { id: "tip", role: "status" }));
+    this.element ??= document.body.appendChild(createElement("div", { id: "tooltip", role: "status" }));
     const rowElements = rows.map(([color, name, value]) => {
       const dot = color ? createElement("i", { style: `background:${color}` }) : null;
       return createElement("div", null, dot, createElement("span", null, name), createElement("span", null, value));

@@ -453,7 +453,7 @@ function addSplitCharts(section, study) {
   for (const split of study.splits) {
     const title = split.title || "Clients and classes";
     const runCount = `(${split.runs} ${split.runs === 1 ? "run" : "runs"})`;
-    const caption = createElement("span", null, title, " ", createElement("span", { class: "less" }, runCount));
+    const caption = createElement("span", null, title, " ", createElement("span", { class: "muted" }, runCount));
     addFigure(section.querySelector("[data-split-charts]"), {
       caption,
       scaleNote: study.scale,
