@@ -1,7 +1,7 @@
 """Measure the time and memory of whole processes: start, large data sets, large models, and the labeling page.
 
     python benchmarks/resources.py start [--against FOLDER] [--turns 5]
-    python benchmarks/resources.py phases --data-dir DATA [--rounds 40] [--shrink 2]
+    python benchmarks/resources.py phases --data-dir DATA [--rounds 40] [--shrink 2] [--labels-per-class 2]
     python benchmarks/resources.py images COUNT [--side 64] [--folder FOLDER]
     python benchmarks/resources.py model [--width 120] [--turns 2] [--rounds 5] [--methods fedavg fedavg-fixmatch]
                                          [--statistics joint separate]
@@ -161,7 +161,7 @@ def measure_phases(options: argparse.Namespace) -> None:
             arguments = {
                 "data": "cifar10", "data-dir": options.data_dir, "method": "fedavg-fixmatch", "setting": "dir-dir",
                 "network": "small", "width": 16, "shrink": options.shrink, "clients": 20, "cohort": 5,
-                "labels-per-class": 2, "rounds": options.rounds, "steps": 20, "unlabeled-batch": 50,
+                "labels-per-class": options.labels_per_class, "rounds": options.rounds, "steps": 20, "unlabeled-batch": 50,
                 "threads": 1, "device": "cpu", "lr": 1e-3, "workers": 1,
                 "cache": Path(name, "cache"), "run-dir": Path(name, start),
             }  # fmt: skip
@@ -508,6 +508,7 @@ def main() -> None:
     phases.add_argument("--data-dir", type=Path, required=True)
     phases.add_argument("--rounds", type=int, default=40)
     phases.add_argument("--shrink", type=int, default=2)
+    phases.add_argument("--labels-per-class", type=float, default=2, help="of each client")
     images = commands.add_parser("images")
     images.set_defaults(measure=measure_images)
     images.add_argument("count", type=int)

@@ -169,7 +169,7 @@ BENCHMARKS: dict[str, Small] = {
     "photographs": ("{data}/photographs --plain", {"LABELS_PER_CLASS": 3}),
     "resources": (
         "start --turns 1 && images 6000 --side 8 --folder {out} && model --width 8 --turns 1 --rounds 2 --methods fedavg && "
-        "phases --data-dir {data} --rounds 2 && "
+        "phases --data-dir {data} --rounds 2 --labels-per-class 0.5 && "
         "page --side 256 --kinds turned-rgba-tiff dicom-jpeg2000",
         {
             "REQUESTS": 4,
