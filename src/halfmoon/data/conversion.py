@@ -217,7 +217,7 @@ def read_unlabeled(
         return preparation.convert(images.images), False
     if _has_mask(images):
         raise UserError(f"{name} has masked pixels: fill them, such as by X.filled(0).")
-    if isinstance(images, pd.DataFrame):  # its labels are not needed
+    if _is_data_frame(images):  # its labels are not needed
         columns = list(map(str, images.columns))
         images = images.iloc[:, columns.index(find_column(name, columns, (*IMAGE_COLUMNS, *PATH_TITLES)))]
     elif _is_hugging_face(images) and set(LABEL_COLUMNS).isdisjoint(images.column_names):
@@ -694,12 +694,11 @@ def _to_scalar(label: Any, location: str) -> Any:
 
 def _declared_names(labels: Any) -> set[str]:
     """Return the categories of labels of pandas, by which a program declares its class names; empty for others."""
+    pandas = sys.modules.get("pandas")
     dtype = getattr(labels, "dtype", None)
-    return (
-        {normalize_class_name(str(each)) for each in dtype.categories}
-        if isinstance(dtype, pd.CategoricalDtype)
-        else set()
-    )
+    if pandas is None or not isinstance(dtype, pandas.CategoricalDtype):
+        return set()
+    return {normalize_class_name(str(name)) for name in dtype.categories}
 
 
 def _classify(
