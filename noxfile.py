@@ -60,6 +60,16 @@ def fast(session: nox.Session) -> None:
         linted.result()
 
 
+@nox.session(python=PYTHONS)
+def pythons(session: nox.Session) -> None:
+    """Run the tests of `FAST` with each Python version that is installed; `nox -s pythons-3.14` runs one.
+
+    A version that is not installed is skipped with a warning. Arguments after `--` go to pytest.
+    """
+    install(session)
+    session.run("python", "-m", "pytest", "-m", "not slow and not nightly", *FAST, *session.posargs)
+
+
 @nox.session
 def full(session: nox.Session) -> None:
     """Run all checks of `.ci/run`; `-- tested linted` leaves out the tests and the session `lint`."""
