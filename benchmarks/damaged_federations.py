@@ -59,7 +59,7 @@ def resume_damaged(
         damage: a key of `DAMAGES`.
         generator: chooses where the file is damaged.
     """
-    client_app._open_client.cache_clear()
+    client_app._open_cached_client.cache_clear()
     run = federation.runs / "resumed"
     for target, source in (
         (run, stopped / "run"),

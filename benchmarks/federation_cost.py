@@ -172,7 +172,7 @@ def in_process(here: BenchmarkProcesses, plan: Plan, file: Path) -> Measured:
 
     with mock.patch.object(local.LocalGrid, "_reply", reply_and_count):
         local.rehearse(file, run, file.parent)
-    clients._open_client.cache_clear()  # the next way must not reuse these sites
+    clients._open_cached_client.cache_clear()  # the next way must not reuse these sites
     return Measured(seconds(run), total // plan.rounds)
 
 

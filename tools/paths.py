@@ -11,6 +11,9 @@ two ways:
 
 Functions that only check the data and return no part of it, and constructors that Python generates, are not on a path.
 A lambda or a generator expression belongs to the function that it is written in. Each function counts once.
+
+A count by hand of version 0.2.0 (commit 88aaee78) left no list. It found 19 functions in 10 files for an option, and 38
+in 17 for an upload, where these rules find 23 in 7 and 49 in 15: they count more functions and fewer files.
 """
 
 import os
@@ -272,11 +275,11 @@ OPTION = (
     Stage(
         "cli.main.main",
         (
-            "cli.commands.base._parse_value",
-            "config.schema._merge_explicit > config.option_types.merge_method_options",
+            "cli.commands.base.read_options",
+            "config.schema.resolve > config.option_types.merge_method_options",
             "config.schema.Config.__post_init__",
-            "runs.runner._build_simulation > runs.factory.build_method > config.option_types.convert_value",
-            "runs.runner._build_simulation > runs.factory.build_method > methods.registry.with_options",
+            "runs.runner._run_job > runs.factory.build_method > config.option_types.convert_value",
+            "runs.runner._run_job > runs.factory.build_method > methods.registry.with_options",
         ),
     ),
 )
@@ -303,8 +306,6 @@ UPLOAD = (
             "federation.site.runtime.SiteRuntime.run_request > engine.local_clients.update_one",
             "federation.protocol.messages.Reply.from_result",
             "federation.site.client.SiteClient.reply_to > federation.protocol.messages.write_message",
-            "federation.transport.client_app.handle_message > federation.transport.records.wrap_message",
-            "federation.transport.records.unwrap_message",
         ),
     ),
     Stage(
@@ -318,12 +319,11 @@ UPLOAD = (
         "engine.runtime.ServerRuntime.average",
         (
             "federation.transport.grid.GridTransport.collect > federation.transport.records.unwrap_message",
-            "federation.server.connection.SiteReply.move_to_file",
-            "federation.server.calls.SiteCalls.check_replies > federation.protocol.messages.scan_message",
-            "federation.server.calls.SiteCalls.check_replies > federation.protocol.messages.UnparsedMessage.parse_trees",
-            "federation.server.connection.SiteReply.load_tree",
+            "federation.server.connection.Spool.store",
+            "federation.server.calls.SiteCalls._check_reply > federation.protocol.messages.scan_message",
+            "federation.server.calls.SiteCalls._check_reply > federation.protocol.messages.UnparsedMessage.parse_trees",
+            "federation.server.calls.CheckedReply.load_upload",
             "federation.protocol.messages.Reply.to_result",
-            "federation.server.site_clients._to_device",
             "api.upload_mean.UploadMean.add",
         ),
     ),

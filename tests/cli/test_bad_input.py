@@ -86,6 +86,13 @@ def test_the_exact_sentence(message: str, sentence: str, capsys: pytest.CaptureF
     assert listing() == before
 
 
+def test_method_option_with_thousands_of_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python refuses to parse such a number, so it remains a text; this was a traceback."""
+    digits = "1" * 5000
+    assert cli.main(["run", "--method", "fedavg-fixmatch", "--option", f"threshold={digits}"]) == 2
+    assert capsys.readouterr().err.endswith("111 ...: it must be a number.\n")
+
+
 def test_a_mistyped_folder_is_not_said_to_be_on_the_hub(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

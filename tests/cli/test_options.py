@@ -250,7 +250,8 @@ def fingerprint(config: Config, folder: Path) -> str:
     shared = factory.build_problem(config)
     with workers.open_executor(config) as executor:
         aggregators = runner._build_aggregators(config, shared, folder)
-        simulation = runner._build_simulation(config, shared, executor, aggregators)
+        method = factory.build_method(config)
+        simulation = runner._build_simulation(config, method, shared, executor, aggregators)
         experiment = runner._build_experiment(config, shared, simulation, executor, NULL_CALLBACK)
     runtime: Any = experiment.runtime
     examples = [None if each is None else (each.images.numpy(), each.labels.numpy()) for each in

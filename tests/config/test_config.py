@@ -135,7 +135,7 @@ def test_defaults_are_a_valid_configuration_and_the_template_states_them() -> No
     stated = tomllib.loads(config_template())
     named = {name for name in config.option_types() if f"\n# {name} = " in config_template()}
     assert set(stated) | named == set(config.option_types())
-    assert config.merge(stated, {}) == Config()
+    assert config.resolve(stated, {}) == Config()
 
 
 def test_every_option_has_a_description() -> None:
@@ -155,8 +155,8 @@ def test_flags_override_the_file_one_by_one() -> None:
 
 
 def test_an_exclusive_flag_displaces_the_files_value() -> None:
-    assert config.merge({"labels_per_class": 5}, {"label_ratio": 0.1}).labels_per_class is None
-    assert config.merge({"label_ratio": 0.1}, {"labels_per_class": 5}).label_ratio is None
+    assert config.resolve({"labels_per_class": 5}, {"label_ratio": 0.1}).labels_per_class is None
+    assert config.resolve({"label_ratio": 0.1}, {"labels_per_class": 5}).label_ratio is None
     assert Config(label_ratio=0.1).labels_per_class is None
     assert Config().labels_per_class == config.DEFAULT_LABELS_PER_CLASS
 
@@ -164,7 +164,7 @@ def test_an_exclusive_flag_displaces_the_files_value() -> None:
 def test_paths_of_a_file_start_at_its_folder(tmp_path: Path) -> None:
     (tmp_path / "xrays").mkdir()
     (tmp_path / "run.toml").write_text('data = "xrays"\ncache = "kept"\nrun_dir = "/elsewhere"\nsplit = "../s.parquet"')
-    merged = config.merge(config.load_file(tmp_path / "run.toml"), {"data_dir": Path("here")})
+    merged = config.resolve(config.load_file(tmp_path / "run.toml"), {"data_dir": Path("here")})
     assert merged.data == str(tmp_path / "xrays")
     assert merged.cache == tmp_path / "kept"
     assert merged.split == tmp_path / "../s.parquet"

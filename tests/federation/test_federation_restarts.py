@@ -119,7 +119,7 @@ def stopped(straight: Callable[[str], Straight], tmp_path_factory: pytest.TempPa
         for update_index, after in stops:
             with stop_server_at(update_index, after):
                 there.federation.run(there.file, f"{method}-stopped")
-            client_app._open_client.cache_clear()
+            client_app._open_cached_client.cache_clear()
         folder = tmp_path_factory.mktemp(method)
         for name in there.federation.names:
             shutil.copytree(there.federation.folder / name / MEMORY, folder / name)
@@ -210,7 +210,7 @@ def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(stopped, s
         data = downs.read_bytes()
         downs.write_bytes(data.replace(b"params", b"paramz", 1))
         assert downs.read_bytes() != data
-    client_app._open_client.cache_clear()  # sites start anew
+    client_app._open_cached_client.cache_clear()  # sites start anew
     equal(there, there.federation.run(there.file, run))
 
 
@@ -235,5 +235,5 @@ def test_missing_folder_at_a_restart_of_the_server_is_a_named_error(stopped, str
 def test_restarting_a_site_for_each_message_does_not_change_the_result(method, straight):
     there = straight(method)
     there.federation.delete_client_memory()
-    with call_before_each_message(client_app._open_client.cache_clear):
+    with call_before_each_message(client_app._open_cached_client.cache_clear):
         equal(there, there.federation.run(there.file, f"{method}-anew"))

@@ -38,6 +38,7 @@ from halfmoon.federation.transport.launch import (
 )
 from halfmoon.federation.transport.node import APP_FAILED, WORKER_DIED, Worker, WorkerError
 from halfmoon.federation.transport.processes import SERVER_APP, SUPERLINK, ProcessFolder, exclusive
+from halfmoon.federation.transport.records import unwrap_message, wrap_message
 from halfmoon.federation.transport.site_process import SiteOptions, join_federation, node_options
 from halfmoon.sites.keys import certificates
 from halfmoon.storage.events import EventLog, NullRecorder, Tail
@@ -335,17 +336,21 @@ def test_scripts_find_flower_without_a_path(tmp_path: Path):
 
 WORKING = """
 import json, os
-from flwr.app import Message
-from halfmoon.federation.transport.records import unwrap_message, wrap_message
 
-def client(message, context):
-    order = unwrap_message(message.content).decode()
-    if order == "die":
-        os._exit(1)
-    if order == "fail":
-        raise ValueError("no")
-    facts = {"pid": os.getpid(), "name": context.node_config["name"], "order": order}
-    return Message(wrap_message(json.dumps(facts).encode()), reply_to=message)
+class Client:
+    def __init__(self, options):
+        self.options = options
+
+    def reply_to(self, data):
+        order = data.decode()
+        if order == "die":
+            os._exit(1)
+        if order == "fail":
+            raise ValueError("no")
+        facts = {"pid": os.getpid(), "name": self.options["name"], "order": order}
+        return json.dumps(facts).encode()
+
+open_client = Client
 """
 
 
@@ -357,7 +362,7 @@ def test_worker_handles_many_messages_and_is_replaced_after_a_crash(tmp_path: Pa
     worker = Worker("working:client", {"name": "north"})
 
     def send(order: str) -> dict[str, Any]:
-        return json.loads(worker.reply_to(order.encode()))
+        return json.loads(unwrap_message(worker.reply_to(wrap_message(order.encode()))))
 
     try:
         first, second = (send(order) for order in ("one", "two"))

@@ -32,7 +32,7 @@ def sites(tmp_path: Path) -> Iterator[Path]:
     export_sites(config, data, get_split(config, data), tmp_path / "sites")
     with speed_up_rehearsals():
         yield tmp_path / "sites"
-    client_app._open_client.cache_clear()
+    client_app._open_cached_client.cache_clear()
 
 
 def run_federation(sites: Path, name: str, **options: object) -> tuple[float, str]:
@@ -50,7 +50,7 @@ def run_federation(sites: Path, name: str, **options: object) -> tuple[float, st
     lines += [f"{key} = {json.dumps(value)}" for key, value in rules.items()]
     file.write_text("\n".join(lines) + "\n")
     local.rehearse(file, run, sites)
-    client_app._open_client.cache_clear()
+    client_app._open_cached_client.cache_clear()
     return atomic_io.read_json(run / "summary.json")["accuracy"]["last"], (run / "serve.log").read_text()
 
 
@@ -177,7 +177,7 @@ def feature_sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     export_sites(config, data, get_split(config, data), folder / "sites")
     with speed_up_rehearsals():
         yield folder / "sites"
-    client_app._open_client.cache_clear()
+    client_app._open_cached_client.cache_clear()
 
 
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[SiteClient, bytes], bytes]:

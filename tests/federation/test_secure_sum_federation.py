@@ -99,9 +99,9 @@ def away(gone: Callable[[str, int, int, str], bool]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SiteClient, "reply_to", answer)
-        client_app._open_client.cache_clear()
+        client_app._open_cached_client.cache_clear()
         yield
-    client_app._open_client.cache_clear()
+    client_app._open_cached_client.cache_clear()
 
 
 def far(one: Path, two: Path) -> float:
@@ -161,7 +161,7 @@ def test_stopped_server_resumes(federation: LocalFederation) -> None:
     for update_index, after in stops:
         with stop_server_at(update_index, after, lambda asked: (asked.round, next(iter(asked.masks), ""))):
             federation.run(file, "stopped")
-        client_app._open_client.cache_clear()
+        client_app._open_cached_client.cache_clear()
     run = federation.run(file, "stopped")
     assert read_model_bytes(run) == read_model_bytes(straight)
     assert (run / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
@@ -171,7 +171,7 @@ def test_stopped_server_resumes(federation: LocalFederation) -> None:
 def test_restarting_a_site_for_each_message_does_not_change_the_result(federation: LocalFederation) -> None:
     """All that a site needs is in its folder: its secret, and what it put down."""
     file = federation.write_plan("fedavg", rounds=1, cohort=SITES, secure_aggregation=True)
-    with call_before_each_message(client_app._open_client.cache_clear):
+    with call_before_each_message(client_app._open_cached_client.cache_clear):
         anew = federation.run(file, "anew")
     federation.delete_client_memory()
     assert read_model_bytes(anew) == read_model_bytes(federation.run(file, "at-once"))
@@ -223,7 +223,7 @@ def test_sites_participate_with_their_registered_keys(federation, tmp_path, monk
     lines = listed.read_bytes().replace(b"site-02", b"nobody").replace(b"site-03", b"site-02")
     listed = tmp_path / "other.pub"
     listed.write_bytes(lines)
-    client_app._open_client.cache_clear()
+    client_app._open_cached_client.cache_clear()
     file = federation.write_plan("fedavg", "attempts = 1", rounds=1, cohort=SITES, secure_aggregation=True)
     with pytest.raises(UserError, match="that have dealt shares, and a sum needs 3"):
         federation.run(file)
@@ -232,7 +232,7 @@ def test_sites_participate_with_their_registered_keys(federation, tmp_path, monk
         *federation.runs.glob(f"{file.stem}/serve.log"),
     ):
         assert "the server sends a different key of site-02 (SHA256:" in log.read_text()
-    client_app._open_client.cache_clear()
+    client_app._open_cached_client.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ class LocalFederation:
 
     def delete_client_memory(self) -> None:
         """Delete the memory that sites store between rounds, and drop the open clients."""
-        client_app._open_client.cache_clear()
+        client_app._open_cached_client.cache_clear()
         for name in self.names:
             shutil.rmtree(self.folder / name / ".halfmoon" / "federations", ignore_errors=True)
 

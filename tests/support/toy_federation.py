@@ -72,11 +72,16 @@ def main(grid: Grid, context: Context) -> None:
     (run / "model.safetensors").write_bytes(b"")
     (run / "summary.json").write_text("{}")
 
-@client.query()
-def query(message: Message, context: Context) -> Message:
-    asked = unwrap_message(message.content).decode()
-    EventLog(Path(context.node_config["home"]) / "join.log").record("note", f"asked for {asked}")
-    return Message(wrap_message(context.node_config["name"].encode()), reply_to=message)
+def open_client(options: dict[str, str]) -> "ToyClient":
+    return ToyClient(options)
+
+class ToyClient:
+    def __init__(self, options: dict[str, str]) -> None:
+        self.options = options
+
+    def reply_to(self, data: bytes) -> bytes:
+        EventLog(Path(self.options["home"]) / "join.log").record("note", f"asked for {data.decode()}")
+        return self.options["name"].encode()
 """
 
 SERVE = """

@@ -10,13 +10,14 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli import studies
 from halfmoon.cli.commands import base, data, federation, methods, paged, privacy, report, site, sweep, trained
@@ -29,10 +30,8 @@ from halfmoon.core.versions import installed_version
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
-    from halfmoon.runs.runner import Callback, RunResult
+    from halfmoon.runs.runner import Callback
     from halfmoon.studies.plan import Plan
-
-Result = TypeVar("Result")
 
 MAIN_JOB: dict[str, Any] = {
     "baselines": ("fedavg", "fedavg-control", "fedavg-fixmatch", "fedavg-sl"),
@@ -361,8 +360,10 @@ def _run(args: argparse.Namespace) -> int:
     # Imported late, because it loads all that a training needs: --explain above does not wait for it.
     from halfmoon.runs import runner
 
-    rows = 1 + len(config.baselines)
-    return _train(args, folder, lambda callback: runner.start(replace(config, run_dir=folder), callback), rows=rows)
+    with _show_progress(args, folder, rows=1 + len(config.baselines)) as callback:
+        result = runner.start(replace(config, run_dir=folder), callback)
+    base.print_run_result(result, as_json=args.json, wide=args.wide)
+    return 0
 
 
 def _rehearse_sites(
@@ -386,11 +387,11 @@ def _rehearse_sites(
     root = config.run_dir
     from halfmoon.studies.site_rehearsal import estimate_gains, rehearse
 
-    def run(callback: Callback) -> studies.Rehearsal:
+    with _show_progress(args, root, how_to_resume="run the same command again to continue.") as callback:
         rows = rehearse(config, folders, root, callback)
-        return rows, estimate_gains(folders, config.group_pattern, callback)
-
-    return _train(args, root, run, studies.print_rehearsal, how_to_resume="run the same command again to continue.")
+        gains = estimate_gains(folders, config.group_pattern, callback)
+    studies.print_rehearsal(args, root, (rows, gains))
+    return 0
 
 
 def _train_plan(args: argparse.Namespace, plan: Plan, folder: Path, resume: bool = False) -> int:
@@ -404,14 +405,10 @@ def _train_plan(args: argparse.Namespace, plan: Plan, folder: Path, resume: bool
     """
     from halfmoon.studies.run_plan import run_plan
 
-    return _train(
-        args,
-        folder,
-        lambda callback: run_plan(plan, folder, callback, resume),
-        partial(studies.print_plan_result, plan),
-        rows=plan.runs,
-        seconds_after_runs=plan.seconds_after_runs,
-    )
+    with _show_progress(args, folder, rows=plan.runs, seconds_after_runs=plan.seconds_after_runs) as callback:
+        result = run_plan(plan, folder, callback, resume)
+    studies.print_plan_result(plan, args, folder, result)
+    return 0
 
 
 def _announce(data: str, methods: Sequence[str], seeds: int = 1) -> None:
@@ -537,9 +534,10 @@ def _compare(args: argparse.Namespace) -> int:
     base.check_option_flags(flags, [*args.methods, *([config.reference] if config.reference else [])])
     from halfmoon.runs import runner
 
-    config = replace(config, run_dir=folder)
-    rows = len(args.methods) * len(seeds)
-    return _train(args, folder, lambda callback: runner.compare(config, args.methods, seeds, callback), rows=rows)
+    with _show_progress(args, folder, rows=len(args.methods) * len(seeds)) as callback:
+        result = runner.compare(replace(config, run_dir=folder), args.methods, seeds, callback)
+    base.print_run_result(result, as_json=args.json, wide=args.wide)
+    return 0
 
 
 def _resume(args: argparse.Namespace) -> int:
@@ -549,38 +547,32 @@ def _resume(args: argparse.Namespace) -> int:
 
     if (plan := load_plan(args.folder)) is not None:
         return _train_plan(args, plan, args.folder, resume=True)
-
-    def resume(callback: Callback) -> RunResult:
+    with _show_progress(args, args.folder) as callback:
         result = runner.resume(args.folder, callback)
         base.replay_untracked(args, result.runs)
-        return result
-
-    return _train(args, args.folder, resume)
-
-
-def _print_run_result(args: argparse.Namespace, folder: Path, result: RunResult) -> None:
     base.print_run_result(result, as_json=args.json, wide=args.wide)
+    return 0
 
 
-def _train(
+@contextmanager
+def _show_progress(
     args: argparse.Namespace,
     folder: Path,
-    run: Callable[[Callback], Result],
-    print_result: Callable[[argparse.Namespace, Path, Result], None] = _print_run_result,
     how_to_resume: str = "",
     rows: int = 0,
     seconds_after_runs: float = 0.0,
-) -> int:
-    """Run a training with live progress and print its result.
+) -> Iterator[Callback]:
+    """Show the progress of the runs that the block trains, and explain how to resume if it is interrupted.
 
     Args:
         args: the parsed command line.
         folder: the run folder.
-        run: trains; it passes the callback on to the runs.
-        print_result: prints what `run` returns.
         how_to_resume: advice after an interruption; "" for `halfmoon resume`.
         rows: the number of methods and seeds that will be trained; 0 if it is not known.
         seconds_after_runs: expected seconds of other work after the runs, for the estimated time.
+
+    Yields:
+        The callback to pass to the runs.
 
     Raises:
         CommandExit: the training was interrupted, diverged, or used up the memory.
@@ -597,7 +589,7 @@ def _train(
     trackers = base.make_trackers(args)
     try:
         with progress:
-            result = run(Callbacks(progress, *trackers, failures=progress))
+            yield Callbacks(progress, *trackers, failures=progress)
     except KeyboardInterrupt as error:
         advice = how_to_resume or _resume_advice(folder) or "nothing was saved yet."
         raise base.CommandExit(f"stopped; {advice}", 130) from error
@@ -616,8 +608,6 @@ def _train(
         if others := [name for name in dict.fromkeys(args.tracker) if name != "tensorboard"]:
             text = f"nothing is logged to {' and '.join(others)}, which follow runs only while they train."
             progress.record("tracker_unused", text)
-    print_result(args, folder, result)
-    return 0
 
 
 def _resume_advice(folder: Path) -> str:

@@ -219,7 +219,7 @@ def load_file(path: Path) -> dict[str, Any]:
         clients = {} if "split" in options else {"clients": len(sites)}
         # The default rule of aggregation depends on the complete configuration, and on the entry of its method in the
         # catalog.
-        config = merge(file_options={**clients, **options}, flags={}, file=path)
+        config = resolve(file_options={**clients, **options}, flags={}, file=path, check_catalog=False)
         options.setdefault("aggregation", default_aggregation(config, _registry().entry))
     return resolve_paths(options, path.parent)
 
@@ -264,71 +264,29 @@ def resolve_paths(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return resolved
 
 
-def resolve(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str = "the file") -> Config:
-    """Build and check the configuration of a file's options, overridden by flags.
+def resolve(
+    file_options: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    file: Path | str = "the file",
+    check_catalog: bool = True,
+) -> Config:
+    """Build and check a configuration from its layers of options.
+
+    The layers from the lowest to the highest priority: defaults, the protocol (a paper's experiment), the preset (the
+    options of a method's paper), the file, and the flags.
 
     Args:
         file_options: options of a file, or of a Python call.
         flags: options that override them; an error calls them `--name`.
         file: the name of the file, for errors.
+        check_catalog: check the names of methods and their options, which needs the catalog of methods.
 
     Raises:
         UserError: the first mistake.
     """
-    config = merge(file_options, flags, file)
-    check_methods(config)  # names of methods and their options, which need the catalog of methods
-    return config
-
-
-def merge(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str = "the file") -> Config:
-    """Build a configuration as `resolve` does, without a check of method options.
-
-    The layers from the lowest to the highest priority: defaults, the protocol (a paper's experiment), the preset (the
-    options of a method's paper), the file, and the flags.
-    """
-    explicit = _merge_explicit(file_options, flags, file)
-    # Remembered before the layers are merged: only a cohort that the user set may be an error.
-    requested_cohort = explicit.get("cohort")
-    paper_options, protocol_options = lower_layers(explicit)
-    options = {**paper_options, **explicit}
-    options["protocol"] = "none"  # replaced by its values
-    # The table of method options is merged by its keys; the tables of lower layers would get lost otherwise.
-    options["options"] = merge_method_options(
-        protocol_options.get("options", {}), options.get("options", {}), "options"
-    )
-    options = {**protocol_options, **options}
-    clients = _count_clients(options)
-    if requested_cohort is None:
-        options["cohort"] = preset.default_cohort({"cohort": Config.cohort, **options}, clients)
-    elif options.get("split") is None:
-        check_cohort(requested_cohort, clients)
-    return Config(**options)
-
-
-def lower_layers(explicit: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of the preset and of the protocol that the user's options name; the first override the second.
-
-    Either is empty if `explicit` names none.
-    """
-    paper_options = preset.paper_run_options(explicit) if explicit.get("preset") == "paper" else {}
-    return paper_options, preset.protocol_options({**paper_options, **explicit})
-
-
-def _merge_explicit(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str) -> dict[str, Any]:
-    """Merge the options that a user set in a file and by flags, and convert their values.
-
-    "Explicit" options are these, other than those of presets, protocols and defaults.
-
-    Args:
-        file_options: the options of the file.
-        flags: the options of the command line, which override them.
-        file: the name of the file, for errors.
-
-    Raises:
-        UserError: an option is unknown, or a value has the wrong type.
-    """
+    # The options that the user set, with converted values. Flags come later, so that they override the file.
     explicit: dict[str, Any] = {}
-    for layer, is_file in ((file_options, True), (flags, False)):  # flags later, so that they override the file
+    for layer, is_file in ((file_options, True), (flags, False)):
         for name, value in layer.items():
             subject = f"{name} in {Path(file).name}" if is_file else _flag(name)
             if name not in option_helps():
@@ -348,7 +306,32 @@ def _merge_explicit(file_options: Mapping[str, Any], flags: Mapping[str, Any], f
     _check_split(explicit)
     if "method" in explicit:
         explicit["method"] = preset.resolve_method(explicit)
-    return explicit
+
+    paper_options, protocol_options = lower_layers(explicit)
+    options = {**protocol_options, **paper_options, **explicit}
+    options["protocol"] = "none"  # replaced by its values
+    # The table of method options is merged by its keys; the table of the protocol would get lost otherwise.
+    upper_table = explicit.get("options", paper_options.get("options", {}))
+    options["options"] = merge_method_options(protocol_options.get("options", {}), upper_table, "options")
+    clients = _count_clients(options)
+    # Only a cohort that the user set may be an error; others are fitted to the number of clients.
+    if "cohort" not in explicit:
+        options["cohort"] = preset.default_cohort({"cohort": Config.cohort, **options}, clients)
+    elif options.get("split") is None:
+        check_cohort(explicit["cohort"], clients)
+    config = Config(**options)
+    if check_catalog:
+        check_methods(config)
+    return config
+
+
+def lower_layers(explicit: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of the preset and of the protocol that the user's options name; the first override the second.
+
+    Either is empty if `explicit` names none.
+    """
+    paper_options = preset.paper_run_options(explicit) if explicit.get("preset") == "paper" else {}
+    return paper_options, preset.protocol_options({**paper_options, **explicit})
 
 
 def _count_clients(options: Mapping[str, Any]) -> int:
@@ -394,17 +377,15 @@ def list_methods_at(labels_at: LabelLocation) -> list[str]:
     return _registry().names_at(labels_at)
 
 
-def method_options(config: Config, method: str) -> dict[str, Any]:
-    """Return the options of `method` that the configuration and its preset set."""
-    explicit = explicit_method_options(config, method)
-    return {**_registry().entry(method).paper_options, **explicit} if config.preset == "paper" else explicit
+def method_options(config: Config, method: str, with_preset: bool = True) -> dict[str, Any]:
+    """Return the options of `method` that the configuration and its preset set, converted to their types.
 
+    The configuration has them in the method's table, and for the trained method also outside of a table; the table wins.
 
-def explicit_method_options(config: Config, method: str) -> dict[str, Any]:
-    """Return the options of `method` that the configuration sets, without its preset (the values of a paper).
-
-    They are the method's table, and for the trained method also the options outside of a table, which the table
-    overrides.
+    Args:
+        config: the configuration.
+        method: the name of the method.
+        with_preset: include the options of the preset (the values of a paper), which those of the configuration override.
 
     Raises:
         UserError: the method has no such option, or a value has the wrong type.
@@ -426,7 +407,8 @@ def explicit_method_options(config: Config, method: str) -> dict[str, Any]:
         limits = registry.option_range(method, name)
         if limits is not None:
             limits.check(subject, converted[name])
-    return converted
+    paper_options = registry.entry(method).paper_options if with_preset and config.preset == "paper" else {}
+    return {**paper_options, **converted}
 
 
 def check_effects(config: Config, method: str) -> None:
@@ -435,7 +417,7 @@ def check_effects(config: Config, method: str) -> None:
     The default and the value of the method's paper are not refused. Stored configurations of earlier versions may have
     such options: this check is for new runs only.
     """
-    explicit = explicit_method_options(config, method)
+    explicit = method_options(config, method, with_preset=False)
     declared = _registry().options(method)
     # Protocols and recipes set an option to its paper's value, also for runs whose other options turn it off.
     paper = _registry().entry(method).paper_options
@@ -454,7 +436,7 @@ def count_rounds(config: Config) -> int:
     if config.method not in preset.SOLVER_EM_ROUNDS:
         return config.rounds
     default = preset.SOLVER_EM_ROUNDS[config.method]
-    em_rounds = explicit_method_options(config, config.method).get("em_rounds", default)
+    em_rounds = method_options(config, config.method, with_preset=False).get("em_rounds", default)
     return min(config.rounds, 1 + em_rounds)
 
 

@@ -12,7 +12,7 @@ from halfmoon.config.schema import (
     check_effects,
     check_label_location,
     check_methods,
-    explicit_method_options,
+    method_options,
 )
 from halfmoon.config.sections import DataOptions
 from halfmoon.config.validation import effective_norm
@@ -295,7 +295,7 @@ def _warn_of_small_clients(
 def _report_federation_options(jobs: Sequence[Job], watch: Callback) -> None:
     """Report an option that a simulation ignores. It is not refused: a federation may read the same file."""
     for job in jobs:
-        if "min_class_images" in explicit_method_options(job.config, job.config.method):
+        if "min_class_images" in method_options(job.config, job.config.method, with_preset=False):
             text = (
                 f"min_class_images of {job.config.method} has no effect in a simulation: only the sites of a federation "
                 "compare it with their labels."

@@ -223,9 +223,10 @@ def build_method(config: Config) -> Method:
     Raises:
         UserError: the aggregation rule, class weights, secure aggregation or differential privacy do not fit the method.
     """
-    instance = registry.make(config.method, method_options(config, config.method))
-    # The checks depend on the method's options, which the entry of the catalog does not have.
-    entry = replace(registry.entry(config.method), method=instance)
+    entry = registry.entry(config.method)
+    instance = registry.with_options(entry.method, method_options(config, config.method))
+    # The checks below depend on the method's options, which the entry of the catalog does not have.
+    entry = replace(entry, method=instance)
     norm = effective_norm(config)  # of the trained layers: "batch", "group" or "none"
     # Why the server needs the upload of every client, and not only their sum; "" if the sum is enough.
     individual_reason = entry.individual_upload_reason(norm)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Task
-from halfmoon.config.schema import Config, explicit_method_options
+from halfmoon.config.schema import Config, method_options
 from halfmoon.core import hubs, rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.memory import retain_freed_memory
@@ -143,7 +143,9 @@ def _find_needed_views(config: Config, task: Task, methods: Sequence[str], label
     """
     view_names = set[str]()
     for name in methods:
-        for update in registry.make(name, explicit_method_options(config, name)).client_updates(task).values():
+        for update in (
+            registry.make(name, method_options(config, name, with_preset=False)).client_updates(task).values()
+        ):
             requirements = update.requirements
             required_views = (
                 *requirements.views,

@@ -16,13 +16,14 @@ import torch
 
 from halfmoon.aggregation.attacks import HostileClients, draw_hostile_clients
 from halfmoon.aggregation.base import Aggregator
+from halfmoon.api.types import Method
 from halfmoon.config.schema import (
     Config,
     check_effects,
     check_methods,
     count_rounds,
-    explicit_method_options,
     identity,
+    method_options,
     next_free_folder,
     to_toml,
 )
@@ -355,7 +356,7 @@ def _create_jobs(config: Config) -> list[Job]:
     jobs = [Job(".", config)]
     reference = config.reference or config.method
     for name in config.baselines:
-        options = explicit_method_options(config, name)
+        options = method_options(config, name, with_preset=False)
         baseline_config = _single_method_config(config, name, reference, options=options)
         jobs.append(Job(f"{BASELINES}/{folder_name(name)}", baseline_config))
     return jobs
@@ -440,8 +441,8 @@ def _time_cohort(config: Config, problem: Problem) -> float:
         workers.open_executor(config) as executor,
         factory.apply_compute_settings(config, factory.count_threads(config)),
     ):
-        simulation = _build_simulation(config, problem, executor, aggregators=())
         method = factory.build_method(config)
+        simulation = _build_simulation(config, method, problem, executor, aggregators=())
         server = method.start(simulation.task, initial_model(simulation.task, config.seed, device))
         for number in range(2):
             _wait_for_gpu(device)
@@ -666,8 +667,9 @@ def _run_job(
             workers.open_executor(config) as executor,
             factory.apply_compute_settings(config, factory.count_threads(config)),
         ):
+            method = factory.build_method(config)
             aggregators = _build_aggregators(config, problem, path)
-            runtime = _build_simulation(config, problem, executor, aggregators, shared_averages)
+            runtime = _build_simulation(config, method, problem, executor, aggregators, shared_averages)
             experiment = _build_experiment(config, problem, runtime, executor, watch)
             results = run_rounds(experiment, folder, checkpoint, lambda row: watch.round(run, row))
         summary = assembly.build_summary(config, {"setting": config.setting}, problem.source.classes, folder, results)
@@ -809,15 +811,17 @@ def _build_experiment(
 
 def _build_simulation(
     config: Config,
+    method: Method,
     problem: Problem,
     executor: Executor,
     aggregators: Sequence[Aggregator],
     shared_averages: SharedAverages | None = None,
 ) -> Simulation:
-    """Build the simulation of a configuration: its clients with their images, the method and the rules of a round.
+    """Build the simulation of a configuration: its clients with their images, and the rules of a round.
 
     Args:
         config: the configuration.
+        method: the method, with its options.
         problem: data, split, task, views and batch rule.
         executor: trains clients.
         aggregators: the stages that uploads pass before the method averages them.
@@ -856,7 +860,7 @@ def _build_simulation(
         client_models=config.client_models,
     )
     return Simulation(
-        factory.build_method(config),
+        method,
         task,
         dataset,
         problem.views,

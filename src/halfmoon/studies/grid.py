@@ -182,7 +182,7 @@ def _build_cell(
     published = find_published(_published_columns(recipe, at, values)) if has_published else None
     cell = RecipeCell(at, published, configs={}, measure=measure, layers=layers)
     try:
-        config = settings.merge(merge_layers(layer.options for layer in layers), {}, recipe.name)
+        config = settings.resolve(merge_layers(layer.options for layer in layers), {}, recipe.name, check_catalog=False)
         # A recipe may have option tables of all its methods; a run's configuration has only those of its methods.
         methods = {config.method, config.reference}
         options = {

@@ -23,6 +23,7 @@ from halfmoon.config import retired
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import describe_type
 from halfmoon.config.schema import Config
+from halfmoon.core import toml
 from halfmoon.core.errors import UserError, escape_controls, suggest
 from halfmoon.storage.events import EventPrinter
 
@@ -207,10 +208,15 @@ def read_options(args: argparse.Namespace) -> GivenOptions:
     flags = requested_options(args, settings.option_types())
     method_options: dict[str, Any] = {}
     for assignment in getattr(args, "option", []):
-        name, sign, value = assignment.partition("=")
+        name, sign, text = assignment.partition("=")
         if not sign or not name:
             raise UserError(f"--option {assignment!r} is not NAME=VALUE: write, for example, --option threshold=0.9.")
-        method_options[name] = _parse_value(value)
+        # The value is a TOML number, true or false; any other text remains a text.
+        try:
+            value = toml.parse(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        method_options[name] = value if isinstance(value, bool | int | float | str) else text
     if method_options:
         flags["options"] = settings.merge_method_options({}, method_options, "--option")
     return GivenOptions(
@@ -236,15 +242,6 @@ def check_option_flags(flags: Mapping[str, Any], methods: Sequence[str]) -> None
                 f"--option {method}.{name} has no effect: {method} is not among the methods of this command "
                 f"({', '.join(dict.fromkeys(methods))}); leave it out, or add {method} to them."
             )
-
-
-def _parse_value(text: str) -> Any:
-    """Parse the value of a method option as TOML; a text that is no TOML scalar remains a string."""
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-    return value if isinstance(value, bool | int | float | str) else text
 
 
 def _metavar(option_type: Any) -> str:

@@ -105,7 +105,7 @@ def _describe_data(
     if contents is not None and contents.site:
         _refuse_split_options({**flags, "png": args.png, "save": args.save}, contents)
         return {"name": contents.folder.name, **_describe_contents(contents)}
-    config = settings.merge(file_options, flags, file)
+    config = settings.resolve(file_options, flags, file, check_catalog=False)
     if config.split is not None and "data" not in {**file_options, **flags}:
         from halfmoon.data import Split
 

@@ -268,7 +268,9 @@ def _export_config(args: argparse.Namespace) -> tuple[Config, int]:
     flags |= {"data": args.data, "cohort": 1}
     if "split" not in {**file_options, **flags}:
         flags["clients"] = sites
-    config = settings.merge(file_options, settings.resolve_paths(flags, Path()), args.config or "the file")
+    config = settings.resolve(
+        file_options, settings.resolve_paths(flags, Path()), args.config or "the file", check_catalog=False
+    )
     return config, sites
 
 

@@ -20,6 +20,7 @@ from halfmoon.aggregation.secure.masking import PUBLIC_KEYS_BYTES, SHARES_BYTES,
 from halfmoon.aggregation.secure.signing import POINT_BYTES, SIGNATURE_BYTES
 from halfmoon.api.types import WeightedMetric
 from halfmoon.api.uploads import Upload
+from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine.driver import ClientResult
@@ -232,15 +233,18 @@ class Reply:
             samples={name: sample._asdict() for name, sample in result.samples.items()},
         )
 
-    def to_result(self) -> ClientResult:
+    def to_result(self, device: torch.device) -> ClientResult:
         """Convert a site's reply to the result of a local update that a simulated client returns.
 
         The client's state remains at the site, so it is empty here.
+
+        Args:
+            device: where the upload and the metrics are aggregated.
         """
         received_bytes, sent_bytes = self.traffic
-        samples = {name: WeightedMetric(**sample) for name, sample in self.samples.items()}
+        samples = {name: WeightedMetric(**sample) for name, sample in tree.to(self.samples, device).items()}
         return ClientResult(
-            upload=Upload.from_tree(self.upload),
+            upload=Upload.from_tree(tree.to(self.upload, device)),
             memory={},
             samples=samples,
             amount=Amount(*self.amount),

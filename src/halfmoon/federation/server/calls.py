@@ -28,6 +28,7 @@ from halfmoon.federation.server.sessions import NOT_CONNECTED
 from halfmoon.federation.server.validation import check_counts, check_norm, check_schema, update_norm
 from halfmoon.models import Network
 from halfmoon.storage.events import EventList, EventRecorder
+from halfmoon.storage.serialization import map_tree, unpack
 
 MAX_REASON_LENGTH = 500
 """Characters of a site's refusal that are logged."""
@@ -187,7 +188,7 @@ class CheckedReply:
 
     Attributes:
         reply: the reply; without its upload once all checks are passed.
-        received: the bytes of the whole reply.
+        received: the bytes of the whole reply, perhaps in a file.
         layout: for each tree in the bytes the nested names of its tensors.
         weight: the weight of the upload; 0 for masked uploads, and before it is measured.
         norm: the Euclidean norm of the update; 0 for masked uploads, and before it is measured.
@@ -199,13 +200,13 @@ class CheckedReply:
     weight: float = 0.0
     norm: float = 0.0
 
-    def without_upload(self, weight: float, norm: float) -> "CheckedReply":
-        """Free the memory of the upload, of which the weight and the norm of the update remain."""
-        return replace(self, reply=replace(self.reply, upload={}), weight=weight, norm=norm)
-
     def load_upload(self) -> Reply:
-        """Return the reply with its upload."""
-        return replace(self.reply, upload=self.received.load_tree(self.layout, "up"))
+        """Load the upload from the bytes of the reply, without its other trees, and return the reply with it."""
+        layout = {"up": self.layout.get("up", {})}  # an empty tree has none
+        path = self.received.path
+        # A file is mapped into memory, so that only this tree is read from the disk.
+        trees = unpack(self.received.read(), layout) if path is None else map_tree(path, layout)
+        return replace(self.reply, upload=trees["up"])
 
 
 @dataclass
@@ -236,10 +237,6 @@ class SiteCalls:
         if self.quarantine is None:
             self.quarantine = Quarantine(self.names, self.rules.strikes, None)
 
-    def exchange(self, requests: Mapping[str, Request], description: str) -> Mapping[str, SiteReply]:
-        """Send each site its request and return the unchecked responses; `description` names the exchange in the log."""
-        return self.link.exchange(_serialize(requests), description)
-
     def collect_masked(self, requests: Mapping[str, Request], spec: TreeSpec, description: str) -> dict[str, Reply]:
         """Send the requests of one step of a secure sum (keys, shares, unmasking) and return the usable replies.
 
@@ -252,15 +249,15 @@ class SiteCalls:
         """
         usable_replies: dict[str, Reply] = {}
         max_bytes = limits.max_message_bytes([spec])
-        for site, response in self.exchange(requests, description).items():
-            reply = self.read_reply(site, response, requests[site], max_bytes)
-            if reply is None:
+        for site, response in self.link.exchange(_serialize(requests), description).items():
+            checked = self._read_reply(site, response, requests[site], max_bytes)
+            if checked is None:
                 continue
-            fault = check_schema(reply.upload, reply.samples, spec)
+            fault = check_schema(checked.reply.upload, checked.reply.samples, spec)
             if fault is not None:
                 self.reject(site, fault, requests[site].round)
             else:
-                usable_replies[site] = reply
+                usable_replies[site] = checked.reply
         return usable_replies
 
     def plain_spec(self, context: ClientContext, received: Tree) -> TreeSpec:
@@ -303,12 +300,12 @@ class SiteCalls:
         evaluations = Evaluations.with_cap(self.rules.weight_cap)
         if not requests:
             return evaluations
-        for site, response in self.exchange(requests, "the final evaluation").items():
+        for site, response in self.link.exchange(_serialize(requests), "the final evaluation").items():
             # No context: without a local update the reply has no upload, only the evaluation.
             max_bytes = self.max_reply_bytes(context=None, request=requests[site], received={}, network=network)
-            reply = self.read_reply(site, response, requests[site], max_bytes)
-            if reply is not None:
-                self.add_evaluation(evaluations, site, reply, network)
+            checked = self._read_reply(site, response, requests[site], max_bytes)
+            if checked is not None:
+                self.add_evaluation(evaluations, site, checked.reply, network)
         return evaluations
 
     def add_evaluation(self, evaluations: Evaluations, site: str, reply: Reply, network: Network) -> None:
@@ -357,12 +354,7 @@ class SiteCalls:
         evaluation_spec = limits.evaluation_spec(network.classes) if request.evaluation else {}
         return limits.max_message_bytes([upload_spec or {}, evaluation_spec])
 
-    def read_reply(self, site: str, response: SiteReply, request: Request, max_bytes: int) -> Reply | None:
-        """Read a response; one that is missing, refuses or is malformed is logged and gives None."""
-        checked = self._read(site, response, request, max_bytes)
-        return None if checked is None else checked.reply
-
-    def _read(self, site: str, response: SiteReply, request: Request, max_bytes: int) -> CheckedReply | None:
+    def _read_reply(self, site: str, response: SiteReply, request: Request, max_bytes: int) -> CheckedReply | None:
         """Parse a site's response and check that it replies to this request.
 
         What cannot be used is logged. A missing reply and a refusal have no further effect, since an honest site may
@@ -403,32 +395,32 @@ class SiteCalls:
             return self.reject(site, f"it answers {answered}", request.round)
         return CheckedReply(message, response, unparsed.layout)
 
-    def check_replies(
+    def request_updates(
         self,
-        responses: Mapping[str, SiteReply],
         requests: Mapping[str, Request],
         context: ClientContext,
         downloads: Mapping[str, Tree],
         network: Network,
+        description: str,
     ) -> dict[str, CheckedReply]:
-        """Select the replies that may change the model: valid, plausible, and without a norm far above the others'.
+        """Have sites run a local update, and select the replies that may change the model.
 
-        Only one upload at a time is in memory: it is freed after its checks, and aggregation loads it a second time
-        from the spool on the disk.
+        These are valid, plausible, and without a norm far above the others'. Only one upload at a time is in memory: it
+        is freed after its checks, and aggregation loads it a second time from the spool on the disk.
 
         Args:
-            responses: the response of each site.
             requests: the request of each site.
             context: the client update.
-            downloads: the tree that each site received.
+            downloads: the tree that each site receives.
             network: the network that the federation trains.
+            description: description of the exchange for the log.
 
         Returns:
             The accepted replies, by site. The others have been logged.
         """
         replies: dict[str, CheckedReply] = {}
-        for site, response in responses.items():
-            reply = self._read_and_check(site, response, requests[site], context, downloads[site], network)
+        for site, response in self.link.exchange(_serialize(requests), description).items():
+            reply = self._check_reply(site, response, requests[site], context, downloads[site], network)
             if reply is not None:
                 replies[site] = reply
         # The norm of a masked upload is set to 0, so this check does not reject any of them.
@@ -440,7 +432,7 @@ class SiteCalls:
             self.reject(site, fault, context.round)
         return {site: reply for site, reply in replies.items() if site not in too_large}
 
-    def _read_and_check(
+    def _check_reply(
         self,
         site: str,
         response: SiteReply,
@@ -468,7 +460,7 @@ class SiteCalls:
         """
         masked = self.inspection.keys is not None
         max_bytes = self.max_reply_bytes(None if masked else context, request, received, network)
-        checked = self._read(site, response, request, max_bytes)
+        checked = self._read_reply(site, response, request, max_bytes)
         if checked is None:
             return None
         reply = checked.reply
@@ -485,7 +477,8 @@ class SiteCalls:
                 if fault is not None:
                     return self.reject(site, fault, context.round)
                 weight, norm = _measure_upload(upload, received, context)
-        return checked.without_upload(weight, norm)
+        # The upload, of which the weight and the norm remain, is freed with this function's variables.
+        return replace(checked, reply=replace(reply, upload={}), weight=weight, norm=norm)
 
     def _find_layout_fault(
         self, upload_probe: UploadProbe, site: str, reply: Reply, context: ClientContext, received: Tree

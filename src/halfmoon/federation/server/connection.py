@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from halfmoon.core.errors import UserError
-from halfmoon.core.tree import Tree
 from halfmoon.storage import atomic_io
 from halfmoon.storage.events import EventRecorder
-from halfmoon.storage.serialization import map_tree, unpack
 
 T = TypeVar("T")
 
@@ -30,7 +28,7 @@ class SiteReply:
         data: the serialized reply; None if there is none, or if it is in a file.
         problem: why there is no reply, or why it does not count; "" otherwise.
         message_id: the id of the message, which `Transport.send` returned; "" if no message was sent.
-        path: the file of the reply, or None. It is deleted with this object.
+        path: the file to which a `Spool` has moved the reply, or None. It is deleted with this object.
     """
 
     data: bytes | None
@@ -43,18 +41,6 @@ class SiteReply:
         """True if the site has replied; `problem` may still be why the reply does not count."""
         return self.data is not None or self.path is not None
 
-    def move_to_file(self, path: Path) -> None:
-        """Move the reply from memory to a new file that only this user can read; raises OSError."""
-        try:
-            with atomic_io.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as handle:
-                atomic_io.write_all(handle, self.read())
-        except OSError:
-            _remove(path)
-            raise
-        weakref.finalize(self, _remove, path)  # unlike __del__, it also runs when the process exits
-        self.path = path
-        self.data = None
-
     def read(self) -> bytes:
         """Return the serialized reply, of which there must be one; raise UserError if its file cannot be read."""
         if self.path is None:
@@ -65,18 +51,6 @@ class SiteReply:
         except OSError as error:
             message = f"{self.path}: the reply of a site cannot be read back ({atomic_io.error_reason(error)})."
             raise UserError(message) from error
-
-    def load_tree(self, layout: dict[str, Any], name: str) -> Tree:
-        """Load one tree of tensors, without the other trees of the reply.
-
-        Args:
-            layout: for each tree of the reply the nested names of its tensors.
-            name: the tree to load, such as "up" for the upload.
-        """
-        tree_layout = {name: layout.get(name, {})}  # an empty tree has none
-        if self.path is not None:  # mapped into memory, so that only this tree is read from the disk
-            return map_tree(self.path, tree_layout)[name]
-        return unpack(self.read(), tree_layout)[name]
 
 
 class NodeIdentity(NamedTuple):
@@ -211,12 +185,21 @@ class Spool:
     def store(self, reply: SiteReply) -> None:
         """Move a reply to a new file, so that waiting replies need no memory.
 
-        If the file cannot be written, for example because the disk is full, the reply remains in memory.
+        If the file cannot be written, for example because the disk is full, the reply remains in memory. Only this user
+        can read the file, and it is deleted with the reply.
         """
         self._count += 1
-        with suppress(OSError):
+        path = self.folder / f"{self._count}.safetensors"
+        try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            reply.move_to_file(self.folder / f"{self._count}.safetensors")
+            with atomic_io.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as handle:
+                atomic_io.write_all(handle, reply.read())
+        except OSError:
+            _remove(path)
+            return
+        weakref.finalize(reply, _remove, path)  # unlike __del__, it also runs when the process exits
+        reply.path = path
+        reply.data = None
 
 
 def _remove(path: Path) -> None:

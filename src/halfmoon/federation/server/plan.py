@@ -141,7 +141,7 @@ def load_plan(path: Path) -> FederationPlan:
     cohort_defaults = {}
     if "split" not in raw and count:
         cohort_defaults = {"clients": count, "cohort": min(Config.cohort, count)}
-    file_config = settings.merge({**cohort_defaults, **raw}, {}, path)
+    file_config = settings.resolve({**cohort_defaults, **raw}, {}, path, check_catalog=False)
     if file_config.attack != "none":
         raise UserError(
             f"attack is {file_config.attack!r} in {path.name}, but hostile clients exist in simulations only: leave "
@@ -169,7 +169,7 @@ def load_plan(path: Path) -> FederationPlan:
             f"cohort is {terms.config.cohort} in {path.name}, but every round of {terms.config.method} needs all {count} "
             f"sites: set it to {count}."
         )
-    explicit = settings.explicit_method_options(terms.config, terms.config.method)
+    explicit = settings.method_options(terms.config, terms.config.method, with_preset=False)
     if terms.config.secure_aggregation and "min_class_images" in explicit:
         raise UserError(
             f"min_class_images in {path.name} has no effect with secure_aggregation, which hides the sums of single sites: "
@@ -188,7 +188,7 @@ def load_plan(path: Path) -> FederationPlan:
         rules,
         test=_resolve_folder(table.test, path.parent),
         server=_resolve_folder(table.server, path.parent),
-        config=settings.merge(settings.resolve_paths(server_values, path.parent), {}, path),
+        config=settings.resolve(settings.resolve_paths(server_values, path.parent), {}, path, check_catalog=False),
         validation=_resolve_folder(table.validation, path.parent),
     )
 

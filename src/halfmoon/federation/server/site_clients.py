@@ -8,8 +8,7 @@ from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.weights import cap_weights
-from halfmoon.api.types import WeightedMetric
-from halfmoon.api.uploads import UPDATE_ONLY, Upload, UploadSpec
+from halfmoon.api.uploads import UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
@@ -95,10 +94,7 @@ class SiteClients:
             numbers = {self.names[client]: client for client in clients}
             masked = MaskedSum(requests, numbers, self.calls.inspection.keys(), self._query_masked, description)
             requests = masked.start()
-        responses = self.calls.exchange(requests, description)
-        replies = self.calls.check_replies(responses, requests, context, downloads, self.network)
-        # The responses are not needed any more; without this they would be in memory until the last result is used.
-        del responses
+        replies = self.calls.request_updates(requests, context, downloads, self.network, description)
         if evaluators:
             self.evaluations = Evaluations.with_cap(self.calls.rules.weight_cap)
             for site, reply in replies.items():
@@ -120,11 +116,11 @@ class SiteClients:
         scale = self.calls.weight_scale(present, upload_spec)
         # Popping a reply deletes its spooled file once its result was used.
         for client in list(present):
-            # In one expression: a variable would keep the upload in memory until the next one is loaded.
-            yield (
-                client,
-                _to_device(present.pop(client).load_upload().to_result(), self.device, upload_spec, scale[client]),
-            )
+            result = present.pop(client).load_upload().to_result(self.device)
+            if scale[client] < 1:
+                result = _scale_weight(result, upload_spec, scale[client])
+            yield client, result
+            del result  # free the upload before the next one is loaded
 
     def _check_quorum(self, clients: Sequence[int], replies: Mapping[str, CheckedReply], description: str) -> None:
         """Mark the clients without a usable reply as failed, and check that enough of the cohort are left.
@@ -216,7 +212,7 @@ class SiteClients:
         uploads = mean_uploads(aggregation, spec, total, sum_layout(spec))
         for client, upload in zip(responders, uploads, strict=True):
             reply = replace(replies[self.names[client]], upload=upload.tree)
-            yield client, _to_device(reply.to_result(), self.device)
+            yield client, reply.to_result(self.device)
 
     def _request(
         self, site: str, round: int, query: int, client_update: str, broadcast: Tree, evaluation: Tree
@@ -250,20 +246,14 @@ class SiteClients:
         )
 
 
-def _to_device(
-    result: ClientResult, device: torch.device, upload_spec: UploadSpec = UPDATE_ONLY, weight_scale: float = 1.0
-) -> ClientResult:
-    """Move a client's upload and metrics to a device, and multiply the weight of the upload by `weight_scale`.
+def _scale_weight(result: ClientResult, upload_spec: UploadSpec, factor: float) -> ClientResult:
+    """Multiply the weight of a client's upload by a factor below 1.
 
     An upload of sums over images has no weight, so its sums are multiplied; `upload_spec` declares which they are.
     """
-    samples = {name: WeightedMetric(*(leaf.to(device) for leaf in sample)) for name, sample in result.samples.items()}
-    upload = Upload.from_tree(tree.to(result.upload.tree, device))
-    if weight_scale < 1:
-        # `cap_weights` expects uploads with a leading dimension of clients.
-        stacked = upload.map(lambda leaf: leaf.unsqueeze(0))
-        upload = cap_weights(stacked, upload_spec, [weight_scale]).at(0)
-    return result._replace(upload=upload, samples=samples)
+    # `cap_weights` expects uploads with a leading dimension of clients.
+    stacked = result.upload.map(lambda leaf: leaf.unsqueeze(0))
+    return result._replace(upload=cap_weights(stacked, upload_spec, [factor]).at(0))
 
 
 VERSIONS_KEY = "visits"

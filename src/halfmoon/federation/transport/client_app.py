@@ -1,4 +1,4 @@
-"""Flower's ClientApp: passes each message to the site's `SiteClient` and returns its reply, for every method.
+"""The program of a site: `open_client` for its worker process, and a ClientApp, which passes messages of Flower to it.
 
 `node_config` describes the site: "name", "folder" (images), "home" (state folder), "device", "tests" and "validations"
 (folders), and its consent: "terms" and "methods", as in `halfmoon.federation.site.consent.Consent`; without "terms"
@@ -9,6 +9,7 @@ with the site's name in `run_config` "sites", and accepts all terms.
 """
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -34,7 +35,7 @@ app = ClientApp()
 @app.train()
 @app.query()
 def handle_message(message: Message, context: Context) -> Message:
-    """Reply to a message of the server: Flower calls this function at a site.
+    """Reply to a message of Flower, whose programs call this function: in a rehearsal, or as a site's SuperNode.
 
     A site replies to all kinds of messages by their content, whatever Flower's type of the message.
 
@@ -48,21 +49,29 @@ def handle_message(message: Message, context: Context) -> Message:
     if "name" not in options:
         config = context.run_config
         options |= _rehearsal_options(str(config["federation"]), str(config["sites"]), options["partition-id"])
-    client = _open_client(tuple(options.get(name, "") for name in OPTIONS))
+    client = _open_cached_client(tuple(options.get(name, "") for name in OPTIONS))
     reply = client.reply_to(unwrap_message(message.content))
     return Message(wrap_message(reply), reply_to=message)
 
 
 @cache
-def _open_client(values: tuple[str, ...]) -> SiteClient:
-    """Open the client of a site. It is cached, because opening its images takes longer than replying to a message.
+def _open_cached_client(values: tuple[str, ...]) -> SiteClient:
+    """Open the client of a site, once: opening its images takes longer than replying to a message.
 
     Args:
         values: the values of `OPTIONS`, in their order; "" for options that are not set.
     """
-    options = dict(zip(OPTIONS, values, strict=True))
-    paths = {name: Path(options[name]) if options[name] else None for name in PATHS}
-    for weights_file in options["weights"].split(os.pathsep):
+    return open_client(dict(zip(OPTIONS, values, strict=True)))
+
+
+def open_client(options: Mapping[str, str]) -> SiteClient:
+    """Open the client of a site. Its worker process calls this, and passes messages to the client without Flower.
+
+    Args:
+        options: the options of the site by name, some of `OPTIONS`; "" is like an option that is missing.
+    """
+    paths = {name: Path(options[name]) if options.get(name) else None for name in PATHS}
+    for weights_file in options.get("weights", "").split(os.pathsep):
         if weights_file:
             with suppress(UserError):  # terms that need the file report that it is missing
                 weight_files.register(Path(weights_file))
@@ -70,11 +79,11 @@ def _open_client(values: tuple[str, ...]) -> SiteClient:
         folder=Path(options["folder"]),
         name=options["name"],
         state_folder=paths["home"],  # None: a hidden folder among the images
-        device=options["device"] or "auto",
+        device=options.get("device") or "auto",
         tests=paths["tests"],
-        terms=options["terms"],
-        methods=tuple(options["methods"].split()),
-        trusted=tuple(options["trusted"].split()),
+        terms=options.get("terms", ""),
+        methods=tuple(options.get("methods", "").split()),
+        trusted=tuple(options.get("trusted", "").split()),
         validations=paths["validations"],
         keys=KeyFiles(paths["key"], paths["site-keys"]),
         skip_unreadable=bool(options["skip-unreadable"]),

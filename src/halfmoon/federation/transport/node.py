@@ -12,14 +12,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-from flwr.app import Context, Error, Message, MessageType, RecordDict
+from flwr.app import Error, Message, RecordDict
 
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import ForeignBundle
@@ -34,9 +33,6 @@ APP_FAILED = 2
 WRONG_BUNDLE = 7
 WORKER_DIED = 8
 """Codes of Flower's `ErrorCode`."""
-
-LOCAL_ID = 1
-"""Id of the run and the node in messages that do not leave the worker."""
 
 FAILED = b""
 """What the worker sends instead of a reply if the app has failed. A message of halfmoon has at least its header."""
@@ -103,23 +99,17 @@ def _reply_forever(fleet: Fleet, worker: "Worker", checker: "BundleChecker") -> 
         start = time.monotonic()
         if checker.find_fault(fleet, message.metadata.run_id) is not None:
             content: RecordDict | Error = Error(WRONG_BUNDLE, "another program")
+        elif not message.has_content():
+            content = Error(APP_FAILED, "there is nothing in the message")
         else:
-            content = _compute_reply(worker, message)
+            try:
+                content = worker.reply_to(message.content)
+            except WorkerError as error:
+                # A failure is sent as an error, so that the server does not wait for a reply until its timeout.
+                content = Error(error.code, str(error))
         last_reply = time.monotonic()
         if fleet.send(Message(content, reply_to=message), last_reply - start):
             internals.print_line(REPLY_SENT)
-
-
-def _compute_reply(worker: "Worker", message: Message) -> RecordDict | Error:
-    """Have the worker reply to a message of Flower; a failure becomes an error, for which the server need not wait."""
-    if not message.has_content():
-        return Error(APP_FAILED, "there is nothing in the message")
-    data = unwrap_message(message.content)
-    message.content.clear()  # the model in it need not be in memory during training
-    try:
-        return wrap_message(worker.reply_to(data))
-    except WorkerError as error:
-        return Error(error.code, str(error))
 
 
 class BundleChecker:
@@ -194,21 +184,23 @@ class Worker:
             self.process = subprocess.Popen([*command(WORKER), str(file_number), self.app], pass_fds=[file_number])
         self.link.send_bytes(atomic_io.json_line(dict(self.config)))
 
-    def reply_to(self, data: bytes) -> bytes:
+    def reply_to(self, content: RecordDict) -> RecordDict:
         """Have the worker process compute the reply to a message of halfmoon.
 
         Args:
-            data: the serialized message.
+            content: the record with the serialized message. It is emptied, as the model in it need not be in memory
+                while the worker trains.
 
         Returns:
-            The serialized reply.
+            The record with the serialized reply.
 
         Raises:
             WorkerError: the app has failed, or the worker has died, which is then restarted for the next message.
         """
         try:
             self.start()
-            self.link.send_bytes(data)
+            self.link.send_bytes(unwrap_message(content))
+            content.clear()
             reply = self.link.recv_bytes()
         except (OSError, EOFError) as error:
             self.stop()
@@ -216,7 +208,7 @@ class Worker:
             raise WorkerError(WORKER_DIED, "its process died") from error
         if reply == FAILED:
             raise WorkerError(APP_FAILED, "its program failed")
-        return reply
+        return wrap_message(reply)
 
     def stop(self) -> None:
         """End the process at once."""
@@ -229,6 +221,9 @@ class Worker:
 def run_worker(number: str, app: str) -> int:
     """Run the worker process of a site: read messages from a pipe and write replies to it, until the node ends.
 
+    The function `open_client` in the module of the site's ClientApp opens the client that replies. The ClientApp itself,
+    which passes messages of Flower to such a client, is for programs of Flower.
+
     Args:
         number: the file number of the pipe.
         app: Flower's ClientApp, as module:attribute.
@@ -236,29 +231,19 @@ def run_worker(number: str, app: str) -> int:
     Returns:
         The exit code of the process.
     """
-    module, attribute = app.split(":")
-    client_app = getattr(importlib.import_module(module), attribute)
-    with Connection(int(number)) as link, suppress(EOFError), internals.act_as_node():
-        config = atomic_io.parse_json(link.recv_bytes())
+    module = importlib.import_module(app.split(":")[0])
+    with Connection(int(number)) as link, suppress(EOFError):
+        client = module.open_client(atomic_io.parse_json(link.recv_bytes()))
         while True:
-            link.send_bytes(_reply_to(client_app, link.recv_bytes(), config))
+            data = link.recv_bytes()
+            try:
+                reply = client.reply_to(data)
+            except Exception:
+                traceback.print_exc()
+                reply = FAILED  # without any reply the server would wait until its timeout
+            link.send_bytes(reply)
+            del data, reply  # the last model need not be in memory while the worker waits
     return 0
-
-
-def _reply_to(app: Callable[[Message, Context], Message], data: bytes, config: dict[str, Any]) -> bytes:
-    """Have the ClientApp reply to the serialized message of a server.
-
-    Returns:
-        The serialized reply; `FAILED` after an exception, without which the server would wait until its timeout.
-    """
-    # The app sees a message of Flower, as it does in a rehearsal. Its ids are not the real ones, which the node has.
-    message = Message(wrap_message(data), LOCAL_ID, MessageType.QUERY)
-    context = Context(run_id=LOCAL_ID, node_id=LOCAL_ID, node_config=dict(config), state=RecordDict(), run_config={})
-    try:
-        return unwrap_message(app(message, context).content)
-    except Exception:
-        traceback.print_exc()
-        return FAILED
 
 
 if __name__ == "__main__":
