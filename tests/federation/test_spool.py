@@ -23,7 +23,7 @@ from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol import messages
 from halfmoon.federation.protocol.messages import Reply, Request, read_message, write_message
 from halfmoon.federation.protocol.tree_spec import UploadProbe
-from halfmoon.federation.server import connection as spools
+from halfmoon.federation.server import calls as site_calls
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
 from halfmoon.federation.server.connection import Clock, NodeIdentity, SiteReply, Spool
 from halfmoon.federation.server.plan import Rules
@@ -98,7 +98,7 @@ class Counted:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
         self.most = self.opened = 0
-        for module, name in ((messages, "unpack"), (spools, "unpack"), (spools, "map_tree")):
+        for module, name in ((messages, "unpack"), (site_calls, "unpack"), (site_calls, "map_tree")):
             patch.setattr(module, name, self.counting(getattr(module, name)))
 
     def counting(self, opens):

@@ -407,8 +407,9 @@ def method_options(config: Config, method: str, with_preset: bool = True) -> dic
         limits = registry.option_range(method, name)
         if limits is not None:
             limits.check(subject, converted[name])
-    paper_options = registry.entry(method).paper_options if with_preset and config.preset == "paper" else {}
-    return {**paper_options, **converted}
+    if not with_preset or config.preset != "paper":
+        return converted
+    return {**registry.entry(method).paper_options, **converted}
 
 
 def check_effects(config: Config, method: str) -> None:
