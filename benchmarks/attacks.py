@@ -264,10 +264,10 @@ def fill_page(page: Path, rows: Sequence[dict[str, Any]]) -> None:
         f"\n## `{rule}`\n\n<!-- losses: {rule} -->\n<!-- /losses -->\n" for rule in RULES
     )
     text = page.read_text() if page.exists() else text
-    for rule in RULES:
+    for rule in dict.fromkeys((*RULES, *(row["rule"] for row in rows))):
         tables = format_losses(rows, rule)
         text = re.sub(
-            rf"(<!-- losses: {rule} -->\n).*?(<!-- /losses -->)",
+            rf"(<!-- losses: {re.escape(rule)} -->\n).*?(<!-- /losses -->)",
             lambda found, tables=tables: f"{found[1]}\n{tables}\n{found[2]}",
             text,
             flags=re.DOTALL,

@@ -26,6 +26,7 @@ from halfmoon.aggregation.robust import (
     compute_trimmed_mean,
     count_tolerated,
     find_finite_clients,
+    limit_norms,
     limit_unit_shares,
     mix_nearest,
     replace_extremes,
@@ -220,10 +221,10 @@ def test_each_update_becomes_the_weighted_mean_of_its_nearest():
     (0 + 1 * 2 + 2 * 3 + 3 * 4) / 10 = 2, and the last one (1 * 2 + 2 * 3 + 3 * 4 + 100 * 5) / 14."""
     change = {"params/w": torch.tensor([[0.0], [1], [2], [3], [100]])}
     weight = torch.arange(1.0, 6)
-    new = mix_nearest(weight, change, range(5), 1, ("stats",))
+    new = mix_nearest(weight, change, change, range(5), 1, ("stats",))
     assert new["params/w"].flatten().tolist() == pytest.approx([2, 2, 2, 2, 520 / 14])
     assert change["params/w"].flatten().tolist() == [0, 1, 2, 3, 100]
-    assert mix_nearest(weight, change, range(5), 0, ("stats",))["params/w"].equal(change["params/w"])
+    assert mix_nearest(weight, change, change, range(5), 0, ("stats",))["params/w"].equal(change["params/w"])
 
 
 def test_parameters_and_statistics_have_their_own_neighbors():
@@ -233,17 +234,43 @@ def test_parameters_and_statistics_have_their_own_neighbors():
         "params/b": torch.tensor([[1.0, 1], [1, 1], [1, 1], [7, 7], [1, 1]]),
         "stats/mean": torch.tensor([[50.0], [1], [2], [7], [3]]),
     }
-    new = mix_nearest(torch.tensor([1.0, 1, 1, 0, 1]), change, [0, 1, 2, 4], 1, ("stats",))
+    new = mix_nearest(torch.tensor([1.0, 1, 1, 0, 1]), change, change, [0, 1, 2, 4], 1, ("stats",))
     assert new["params/w"].flatten().tolist() == pytest.approx([1, 1, 1, 7, 31])
     assert new["params/b"].tolist() == [[1, 1], [1, 1], [1, 1], [7, 7], [1, 1]]
     assert new["stats/mean"].flatten().tolist() == pytest.approx([55 / 3, 2, 2, 7, 2])
 
 
-def test_mixing_in_chunks_of_columns_has_the_same_bits(monkeypatch: pytest.MonkeyPatch):
-    change = {"params/w": torch.randn(5, 3, 7, generator=torch.Generator().manual_seed(0))}
-    whole = mix_nearest(torch.ones(5), change, range(5), 1, ())["params/w"]
+@pytest.mark.parametrize("hostile", [1, 2])
+def test_mixing_in_chunks_of_columns_has_the_same_bits(hostile: int, monkeypatch: pytest.MonkeyPatch):
+    generator = torch.Generator().manual_seed(0)
+    change = {"params/w": torch.randn(9, 3, 7, generator=generator, dtype=torch.float64)}
+    weight = torch.rand(9, generator=generator)
+    whole = mix_nearest(weight, change, change, range(9), hostile, ())["params/w"]
     monkeypatch.setattr("halfmoon.aggregation.robust.MIXED_COLUMNS", 4)
-    assert mix_nearest(torch.ones(5), change, range(5), 1, ())["params/w"].equal(whole)
+    assert mix_nearest(weight, change, change, range(9), hostile, ())["params/w"].equal(whole)
+
+
+def test_a_bound_brings_no_update_nearer():
+    """100 is far from all others, and so it is in no mean but its own, also where it is bounded to 2: the first four have
+    the mean (0 + 1 + 2 + 3) / 4, and the last one (1 + 2 + 3 + 2) / 4."""
+    change = {"params/w": torch.tensor([[0.0], [1], [2], [3], [100]])}
+    bounded = {"params/w": torch.tensor([[0.0], [1], [2], [3], [2]])}
+    new = mix_nearest(torch.ones(5), change, bounded, range(5), 1, ())
+    assert new["params/w"].flatten().tolist() == [1.5, 1.5, 1.5, 1.5, 2]
+
+
+def test_limited_updates_are_scaled_by_the_norms_that_were_sent():
+    """Norms 5, 10 and 40: the bound is 1.5 times 10, so the last update is scaled by 15 / 40, although most of it has
+    been removed. The statistics have their own median, 2, and client 3 does not vote."""
+    sent = {
+        "params/w": torch.tensor([[3.0, 4], [6, 8], [0, 40], [0, 80]]),
+        "stats/mean": torch.tensor([[1.0], [2], [2.5], [9]]),
+    }
+    limited = sent | {"params/w": torch.tensor([[3.0, 4], [6, 8], [0, 8], [0, 80]])}
+    new = limit_norms(limited, sent, range(3), ("stats",), 1.5)
+    assert new["params/w"].tolist() == [[3, 4], [6, 8], [0, 3], [0, 15]]
+    assert new["stats/mean"].flatten().tolist() == [1, 2, 2.5, 3]
+    assert limited["params/w"].tolist() == [[3, 4], [6, 8], [0, 8], [0, 80]], "the given updates remain"
 
 
 def test_extremes_are_clamped_to_the_next_value():
@@ -301,14 +328,44 @@ def test_an_update_close_to_all_others_cannot_reverse_the_row_of_a_class():
     assert row.norm() < honest[:, 3].norm(dim=1).max()
 
 
+def test_a_long_update_of_one_row_has_little_of_its_own_mean():
+    """The honest updates are +-(3, 4) and +-(3, -4), the hostile one is (0, -45): nine median norms in the second unit.
+    Shares: 0.8 for all others, so it becomes (0, -36), and it is in no mean but its own. There it counts as 1.5 / 9 of
+    that, (0, -6): the mean with its three nearest (3, -4), (-3, -4) and, of the equal ones, (3, 4) is (0.75, -2.5).
+    Without this bound it would be (0.75, -10), and clamping would leave the lowest mean of the others, -2 instead."""
+    change = {"params/w": torch.tensor([[3.0, 4], [-3, -4], [3, -4], [-3, 4], [0, -45]])}
+    limited = limit_unit_shares(change, range(5), 1, ())
+    assert limited["params/w"][4].tolist() == pytest.approx([0, -36])
+    bounded = limit_norms(limited, change, range(5), (), COSINE_MAX_NORM)
+    assert bounded["params/w"][4].tolist() == pytest.approx([0, -6])
+    new = mix_nearest(torch.ones(5), limited, bounded, range(5), 1, ())
+    assert new["params/w"][4].tolist() == pytest.approx([0.75, -2.5])
+
+
+def test_the_default_rule_bounds_a_long_update_before_it_is_averaged():
+    """Of six clients two send 100 in the last unit. One hostile client is expected, so that each mean of five updates has at
+    least one of the two, and the share of the one bounds that of the other. With a median norm of 1 each counts as 1.5."""
+    values = [
+        [1.0, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 100],
+        [0, 0, 0, 0, 100],
+    ]
+    new, _ = ruled("cosine-nnm", values, weights=[1] * 6)
+    assert max(each[4] for each in new) <= 2 * 1.5 / 5 + 1e-9
+
+
 def test_a_change_of_one_bias_passes_neither_mixing_nor_clamping():
-    """7 in the last coordinate becomes 0, the next largest of this unit; then the update equals the first two."""
+    """7 in the last coordinate becomes 0, the next largest of this unit; then the update has the distances of the first two.
+    It was sent with a norm of sqrt(74), where the others have 5, so that it counts 7.5 / sqrt(74) in means."""
     values = [[3, 4, 0], [3, 4, 0], [4, 3, 0], [4, 3, 0], [3, 4, 7]]
     new, row = ruled("cosine-nnm", values)
     assert [each[2] for each in new] == [0, 0, 0, 0, 0]
     assert (row["trimmed"], row["counted"]) == (2, 5)
-    # The nearest of the first are the equal ones and, by order, the third: (3 * 1 + 3 * 2 + 4 * 3 + 3 * 5) / 11.
-    assert new[0][0] == pytest.approx(36 / 11)
+    # The nearest of the first are the equal ones and, by order, the third.
+    assert new[0][0] == pytest.approx((3 * 1 + 3 * 2 + 4 * 3 + 3 * 7.5 / 74**0.5 * 5) / 11)
 
 
 def test_three_clients_are_not_mixed():

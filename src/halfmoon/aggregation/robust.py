@@ -9,12 +9,14 @@ All rules process updates, the differences between uploaded and downloaded value
   little longer.
 - "cosine-nnm", the default of federations, removes the same clients as "cosine". Then it bounds how much of an update may
   be in one output unit, such as a class's row of the classifier: the largest shares of a unit are scaled down to the next
-  largest one. After that it replaces each update by the weighted mean of this update and its nearest others, all but the
-  expected number of hostile clients: nearest-neighbor mixing (Allouah et al. 2023, "Fixing by Mixing: A Recipe for Optimal
-  Byzantine ML under Heterogeneity"). An update that is far from all others is in no mean but its own. In each coordinate
-  the highest and the lowest values are then clamped to the next value, so that this one mean cannot leave the range of the
-  others. Last, it scales updates down as "cosine" does. Clamping rather than trimming: if sites have different classes, an
-  extreme value of a coordinate is often that of the only client that has seen a class.
+  largest one, and long updates to `COSINE_MAX_NORM` times the median norm. After that it replaces each update by the
+  weighted mean of this update and its nearest others, all but the expected number of hostile clients: nearest-neighbor
+  mixing (Allouah et al. 2023, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity"). An update that
+  is far from all others is in no mean but its own. Distances are those before the bound of the norm, which would bring a
+  long update nearer to the others. In each coordinate the highest and the lowest values are then clamped to the next
+  value, so that this one mean cannot leave the range of the others. Last, it scales updates down as "cosine" does.
+  Clamping rather than trimming: if sites have different classes, an extreme value of a coordinate is often that of the
+  only client that has seen a class.
 - "cosine-trimmed" removes the same clients as "cosine". Then it trims each coordinate: the lowest and the highest values
   are replaced by the mean of the values between them, weighted like the method's mean. Last, it scales updates down as
   "cosine" does. A direction over all coordinates tells little about a single one: a client that changes only one bias of
@@ -135,8 +137,10 @@ class RobustAggregator(Aggregator):
         if not change or not voters:
             return indices, upload
         if self.rule == "cosine-nnm":
-            change = limit_unit_shares(change, voters, cut, context.upload_spec.statistics)
-            change = mix_nearest(upload.weight, change, voters, cut, context.upload_spec.statistics)
+            statistics = context.upload_spec.statistics
+            limited = limit_unit_shares(change, voters, cut, statistics)
+            bounded = limit_norms(limited, change, voters, statistics, COSINE_MAX_NORM) if cut else change
+            change = mix_nearest(upload.weight, limited, bounded, voters, cut, statistics)
             upload = replace_update(upload, context, change)
             upload, metrics = limit_coordinates(context, upload, change, voters, cut, clamp=True)
         elif self.rule == "cosine-trimmed":
@@ -377,8 +381,41 @@ def _by_unit(leaf: Tensor) -> Tensor:
     return leaf.reshape(len(leaf), units, -1)
 
 
+def limit_norms(
+    limited: Change, change: Change, voters: Sequence[int], statistics: Sequence[str], max_norm: float
+) -> Change:
+    """Scale updates whose output units are limited by the factors that bound the norms of the updates as they were sent.
+
+    A share is relative to its update: the share that other clients have in one unit is still a long row in an update of
+    nine median norms. The norm of what remains of such an update tells nothing, because most of it may have been removed.
+
+    Args:
+        limited: The updates to scale, by path, (k, ...).
+        change: The updates as they were sent, whose norms are bounded.
+        voters: The indices of the clients whose norms determine the medians.
+        statistics: The first components of the paths that are statistics, which have separate norms and medians.
+        max_norm: The bound in multiples of the median.
+
+    Returns:
+        The new updates, {path: (k, ...)}. Those within the bound remain unchanged, bit by bit.
+    """
+    new = dict(limited)
+    for paths in split_paths(change, statistics).values():
+        if paths:
+            norms = _norms(change, paths)
+            bound = max_norm * median(norms[list(voters)])
+            scale = torch.where(norms > bound, bound / norms, 1.0)
+            new |= {path: limited[path] * align_with_leaf(scale, limited[path]) for path in paths}
+    return new
+
+
 def mix_nearest(
-    weight: Tensor, change: Change, voters: Sequence[int], hostile: int, statistics: Sequence[str]
+    weight: Tensor,
+    change: Change,
+    bounded: Change,
+    voters: Sequence[int],
+    hostile: int,
+    statistics: Sequence[str],
 ) -> Change:
     """Replace each update by the weighted mean of itself and its nearest others: nearest-neighbor mixing.
 
@@ -386,7 +423,8 @@ def mix_nearest(
 
     Args:
         weight: The weights (k,) of the clients.
-        change: The updates.
+        change: The updates whose distances determine the neighbors.
+        bounded: The updates that are averaged.
         voters: The indices of the clients that are compared; the updates of all others remain unchanged.
         hostile: f, the number of hostile clients to expect: the f updates that are farthest from an update are not in
             its mean. 0 for no mixing.
@@ -397,10 +435,10 @@ def mix_nearest(
     """
     hostile = min(hostile, (len(voters) - 1) // 2)
     if not hostile:
-        return change
+        return bounded
     rows = list(voters)
     voter_weight = weight[rows].double().cpu()
-    new = {path: leaf.clone() for path, leaf in change.items()}
+    new = {path: leaf.clone() for path, leaf in bounded.items()}
     for paths in split_paths(change, statistics).values():
         if not paths:
             continue
@@ -412,7 +450,7 @@ def mix_nearest(
         share *= voter_weight
         share /= share.sum(1, keepdim=True)
         for path in paths:
-            leaf = change[path][rows]
+            leaf = bounded[path][rows]
             columns = [_average_rows(part, share.to(leaf.device)) for part in leaf.flatten(1).split(MIXED_COLUMNS, 1)]
             new[path][rows] = torch.cat(columns, 1).reshape(leaf.shape)
     return new
@@ -421,10 +459,13 @@ def mix_nearest(
 def _average_rows(leaf: Tensor, share: Tensor) -> Tensor:
     """Compute the averages (k, n) of the rows of a leaf (k, n) with the shares (k, k), in float64.
 
-    Rows are added one after the other, because the bits of a matrix product may depend on the number of threads.
+    Rows are added one after the other, because the bits of a matrix product, and of a sum over an axis, may depend on
+    the number of threads and of columns.
     """
-    leaf_float64 = leaf.double()
-    return torch.stack([(row[:, None] * leaf_float64).sum(0) for row in share]).to(leaf.dtype)
+    total = leaf.new_zeros(leaf.shape, dtype=torch.float64)
+    for column, row in zip(share.T, leaf.double(), strict=True):
+        total += column[:, None] * row
+    return total.to(leaf.dtype)
 
 
 def count_trimmed_values(byzantine: float, count: int) -> int:
