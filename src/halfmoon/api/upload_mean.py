@@ -57,7 +57,8 @@ class UploadMean:
         if self._aux_sums:
             sums = tree.map(lambda total, term: total + term, self._aux_sums, sums)
         self._aux_sums = sums
-        # Only the structure is needed later: without its tensors the upload's memory can be freed.
+        # `result` needs only the names of the sections and the type of the weight: without the tensors of the update the
+        # memory of the upload can be freed.
         self._last = upload._replace(update={name: {} for name in upload.update}, aux={})
 
     def result(self, broadcast: Tree) -> Upload:

@@ -698,7 +698,8 @@ def _declared_names(labels: Any) -> set[str]:
     dtype = getattr(labels, "dtype", None)
     if pandas is None or not isinstance(dtype, pandas.CategoricalDtype):
         return set()
-    return {normalize_class_name(str(name)) for name in dtype.categories}
+    # Without categories, pandas collects them when the labels are converted; an array of labels always has some.
+    return set() if dtype.categories is None else {normalize_class_name(str(name)) for name in dtype.categories}
 
 
 def _classify(

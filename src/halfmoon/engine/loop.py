@@ -243,6 +243,9 @@ class _Run:
     def evaluate(self, row: Row) -> None:
         """Add the evaluation of the latest model to its row, and keep the model if its validation accuracy is the best.
 
+        The result on test images is kept with it. Without validation images the latest model is the result of the run,
+        so that its test result is kept in each evaluation.
+
         Args:
             row: the round's line of metrics, which is extended.
 
@@ -262,6 +265,7 @@ class _Run:
             is_best = self._keep_best(model, _validation_scores([row]))
         if is_best:
             self.test = test
+        # Memory that the evaluation has freed is returned to the system, if the model is large.
         release_memory(tree.nbytes(self.state.server))
 
     def _test(self, model: Tree, images: Examples, row: Row) -> ModelEvaluation:

@@ -324,8 +324,8 @@ def build_coarse_student(task: Task, params: Tree, batch: Batch) -> Student:
     network = task.network
     strong_images = batch.u["strong"]
     mask = batch.u_real
-    # `linearize` returns the logits, and as `tape` the activations: the tangent below is then a forward-mode pass
-    # without another forward pass.
+    # One forward pass serves two derivatives: `backward` (reverse mode, a gradient in the parameters), and the function
+    # `tangent` below (forward mode), for which `linearize` returns the activations of all layers as `tape`.
     logits, backward, tape = vjp(lambda params: network.linearize(params, strong_images, mask), params)
 
     def tangent(direction: Tree) -> Tensor:

@@ -236,7 +236,7 @@ def fixed_dimensions(network: Network) -> dict[str, tuple[bool, ...]]:
     fixed: dict[str, tuple[bool, ...]] = {}
     for path, leaf in leaves.items():
         sizes = zip(leaf.shape, larger_leaves[path].shape, strict=True)
-        fixed[path] = tuple(number > 1 or size != larger_size for number, (size, larger_size) in enumerate(sizes))
+        fixed[path] = tuple(dimension > 1 or size != larger_size for dimension, (size, larger_size) in enumerate(sizes))
     return fixed
 
 

@@ -163,10 +163,12 @@ def _load_reduced(image: Image.Image, max_side: int, window: tuple[float, float]
     image = choose_windowed_image(load_pixels(image), window)
     if has_over_8_bits(image) and max(image.size) > max_side:
         reduced = Image.fromarray(shrink_by_mean(image, max_side))
+        # Estimated from all pixels of the full image, strip by strip to limit memory.
         extremes = estimate_window(iterate_strips(image), image.width * image.height)
         reduced.info = image.info | {"extremes": extremes}
         return reduced
     factor = max(image.size) // max_side
+    # Pixels of other modes cannot be averaged: the numbers of a palette are not colors.
     if factor < 2 or image.mode not in ("L", "LA", "RGB", "RGBA", "CMYK"):
         return image
     if image.mode in ("LA", "RGBA"):

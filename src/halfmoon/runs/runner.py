@@ -469,7 +469,8 @@ def _single_method_config(config: Config, name: str, reference: str, **changes: 
         reference: the method whose cost (steps or passes) the training of all methods has to match.
         changes: other options to change.
     """
-    # The preset "paper" sets options of a method's paper; a method without such options would refuse it.
+    # The preset "paper" stands for the options of a method's paper, which `config` has already. Its name remains in the
+    # configuration, except for a method whose paper has no options: it would refuse the name.
     preset = config.preset if registry.entry(name).paper_options else "none"
     return replace(config, method=name, baselines=(), preset=preset, reference=reference, **changes)
 

@@ -370,17 +370,23 @@ def _mix_accuracy(predictions: FoldPredictions, predicted: np.ndarray, shares: n
 def estimate_class_shares(predictions: FoldPredictions) -> np.ndarray:
     """Estimate the share of each class among the unlabeled images, (classes,).
 
-    How often each class is predicted is not how frequent it is, as a head confuses classes. Its confusion matrix is
-    estimated on the held-out images. EM then finds the shares with which it best explains the predictions of the
-    unlabeled images (Saerens et al. 2002, Adjusting the outputs of a classifier to new a priori probabilities, with a
-    confusion matrix in place of probabilities).
+    How often each class is predicted is not how frequent it is, as a head confuses classes. The confusion matrix of the
+    head of labels and unlabeled images is estimated on the images that folds hold out. EM then finds the shares that
+    best explain, through this matrix, how often that head predicts each class for unlabeled images (Saerens et al.
+    2002, Adjusting the outputs of a classifier to new a priori probabilities, with a confusion matrix in place of
+    probabilities).
+
+    Args:
+        predictions: the predictions of the head in the folds (`method`), and of the one that is solved on all labels
+            (`final_method`).
     """
     classes = predictions.classes
     # Rows are true classes, columns predicted ones. Each row starts with one image that is spread over all classes.
     confusion = np.full((classes, classes), 1 / classes)
     for is_tested, predicted in zip(predictions.tested, predictions.method, strict=True):
-        # An image that several folds hold out counts once in all.
-        image_weights = 1 / predictions.tested[:, is_tested].sum(0)
+        # An image that n folds hold out counts 1 / n in each of them.
+        fold_counts = predictions.tested[:, is_tested].sum(0)
+        image_weights = 1 / fold_counts
         np.add.at(confusion, (predictions.labels[is_tested], predicted[is_tested]), image_weights)
     confusion /= confusion.sum(1, keepdims=True)
     predicted_counts = np.bincount(predictions.final_method[predictions.comparison_rows], minlength=classes)

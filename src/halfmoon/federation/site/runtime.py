@@ -590,7 +590,7 @@ class SiteImages:
         )
         raise PermanentRefusal("too many of its images cannot be read; its log names them.") from details
 
-    def _decode(self, terms: Terms, log: EventRecorder) -> tuple[SiteFolder, dict[str, str]]:
+    def _decode(self, terms: Terms, log: EventRecorder) -> tuple[SiteFolder, Mapping[str, str]]:
         """Open the folder of training images with its images decoded to the size of the terms.
 
         Decoded images are stored in the state folder, or in a subfolder if it has images of another size already.
