@@ -694,12 +694,12 @@ def _to_scalar(label: Any, location: str) -> Any:
 
 def _declared_names(labels: Any) -> set[str]:
     """Return the categories of labels of pandas, by which a program declares its class names; empty for others."""
+    # Labels of pandas exist only if the program has imported it, which takes long.
     pandas = sys.modules.get("pandas")
-    dtype = getattr(labels, "dtype", None)
+    dtype: Any = getattr(labels, "dtype", None)
     if pandas is None or not isinstance(dtype, pandas.CategoricalDtype):
         return set()
-    # Without categories, pandas collects them when the labels are converted; an array of labels always has some.
-    return set() if dtype.categories is None else {normalize_class_name(str(name)) for name in dtype.categories}
+    return {normalize_class_name(str(name)) for name in dtype.categories}
 
 
 def _classify(
