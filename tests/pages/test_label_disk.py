@@ -87,7 +87,7 @@ def test_a_saved_label_counts_although_its_image_remains_marked(tmp_path: Path) 
             store.set_label(1, "a", "", None)
         assert read_labels(tmp_path)["1.png"] == "a"
         state = LabelStore(read_site(tmp_path), ()).describe(0)
-        assert (state["labeled"], state["unsure"]) == (1, 0)
+        assert (state["labeled"], state["undecided"]) == (1, 0)
         if disk.count <= at:
             break
         store.set_label(1, "", "a", None)

@@ -101,7 +101,7 @@ def test_a_folder_without_labels_is_a_site(tmp_path: Path) -> None:
     [
         (b"path,label\na.png,x\na.png,y\n", None, "files with two labels: a.png: x, y; leave one line"),
         (b"path,label\nd.png,x\n", None, "labels without a file: d.png; correct labels.csv"),
-        (b"path,label\n../s/a.png,x\n", None, "labels without a file: ../s/a.png;"),
+        (b"path,label\n../s/a.png,x\n", None, "labels without a file: ../s/a.png (did you mean a.png?);"),
         (b"path,label\na.png,x\nb.png,z\n", b"x\ny\n", "labels that classes.txt does not have: b.png: z; correct"),
         (b"a.png,x\n", None, "labels.csv cannot be read: line 1 is 'a.png,x', not path,label; repair it"),
         (b"path|label\na.png|x\n", None, "labels.csv cannot be read: line 1 is 'path|label', not path,label"),

@@ -308,7 +308,7 @@ def add_join_flags(parser: argparse.ArgumentParser) -> None:
     about = "your copy of the weights that the federation starts from (default: none)"
     parser.add_argument("--weights", metavar="FILE", nargs="+", type=Path, default=(), help=about)
     about = (
-        "leave out any number of images that cannot be read; otherwise the site does not join if more than 5 % cannot"
+        "leave out any number of images that cannot be read; otherwise the site does not join if more than 5 %% cannot"
     )
     parser.add_argument("--skip-unreadable", action="store_true", help=about)
     about = "print all options of the terms before asking, instead of ten lines"

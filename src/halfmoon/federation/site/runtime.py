@@ -586,7 +586,9 @@ class SiteImages:
             listed = f"`halfmoon site check {shlex.quote(str(folder))}` lists all"
         details = UserError(
             f"{len(left_out):,} of {count:,} images in {folder} cannot be read, such as {path} "
-            f"({reason.removesuffix('.')}); {listed}: replace or remove them, or leave them out with --skip-unreadable."
+            f"({reason.removesuffix('.')}); {listed}",
+            option="skip_unreadable",
+            hint="replace or remove them, or leave them out with {skip_unreadable}.",
         )
         raise PermanentRefusal("too many of its images cannot be read; its log names them.") from details
 

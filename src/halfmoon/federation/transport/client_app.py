@@ -86,7 +86,7 @@ def open_client(options: Mapping[str, str]) -> SiteClient:
         trusted=tuple(options.get("trusted", "").split()),
         validations=paths["validations"],
         keys=KeyFiles(paths["key"], paths["site-keys"]),
-        skip_unreadable=bool(options["skip-unreadable"]),
+        skip_unreadable=bool(options.get("skip-unreadable")),
     )
 
 
