@@ -155,8 +155,8 @@ def _compare_metrics(number: int, vmap: Any, loop: Any) -> None:
 def _comparable_quality(pseudo: dict[str, Any] | None) -> dict[str, Any]:
     """Select the metrics of pseudo-labels that rounding cannot change, to compare two runs.
 
-    "accuracy" and "per_class" are left out: they count all pseudo-labels, also those that training does not use, and
-    where all classes are equally likely, rounding decides the label.
+    The accuracies and the areas under ROC curves (AUC) of all pseudo-labels are left out: they also count those that
+    training does not use, and where all classes are equally likely, rounding decides the label.
 
     Args:
         pseudo: the metrics of a round; None if it had no pseudo-labels. A method that trains several models has the
@@ -164,7 +164,8 @@ def _comparable_quality(pseudo: dict[str, Any] | None) -> dict[str, Any]:
     """
     if pseudo is None:
         return {}
-    row = {name: value for name, value in pseudo.items() if name not in ("accuracy", "per_class", "models")}
+    left_out = ("accuracy", "per_class", "auc_confidence", "auc_weight", "models")
+    row = {name: value for name, value in pseudo.items() if name not in left_out}
     for name, model_quality in pseudo.get("models", {}).items():
         row[name] = _comparable_quality(model_quality)
     return row
