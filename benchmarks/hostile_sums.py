@@ -30,7 +30,7 @@ from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
-from halfmoon.methods.analytic import MeanSums, MomentSums, SoftSums, SumsUpdate, upper_triangle
+from halfmoon.methods.analytic import MeanSums, MomentSums, SoftSums, SumsUpdate
 from halfmoon.runs import factory
 from halfmoon.runs.budgets import build_budget
 
@@ -45,6 +45,12 @@ METHODS = {"ridge-head": 1, "mixture-head": 11}
 
 Forge = Callable[[str, Tree, Tree], Tree]
 """(name of the query, honest sums (k, ...), sums of the hostile site's images) -> what it sends."""
+
+
+def upper_triangle(matrix: torch.Tensor) -> torch.Tensor:
+    """Extract the upper triangle of a matrix (F, F), row by row, (F (F + 1) / 2,)."""
+    rows, columns = torch.triu_indices(*matrix.shape)
+    return matrix[rows, columns]
 
 
 def _declare_more(name: str, honest: Tree, sums: Tree) -> Tree:

@@ -84,6 +84,7 @@ METHODS = [
 LONG = (
     *("run", "compare", "sweep", "resume", "tracker", "Config", "FederatedClassifier"),
     *("Callback", "Callbacks", "ClientUpdate", "Federation", "NullCallback", "Model.export"),
+    *("Method", "RunInfo", "Diverged"),
 )
 """Names whose examples take longer than others of their kind."""
 EXAMPLES = [
