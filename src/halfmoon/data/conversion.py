@@ -694,7 +694,6 @@ def _to_scalar(label: Any, location: str) -> Any:
 
 def _declared_names(labels: Any) -> set[str]:
     """Return the categories of labels of pandas, by which a program declares its class names; empty for others."""
-    # Labels of pandas exist only if the program has imported it, which takes long.
     pandas = sys.modules.get("pandas")
     dtype: Any = getattr(labels, "dtype", None)
     if pandas is None or not isinstance(dtype, pandas.CategoricalDtype):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from halfmoon.core import toml
 from halfmoon.pages import federation_events
 from halfmoon.report.bands import pick_evenly, six_digits
+from halfmoon.report.metrics import METRICS
 from halfmoon.report.run_reader import read_title
 from halfmoon.report.styles import line_styles, style_to_json
 from halfmoon.storage import atomic_io, locks
@@ -52,14 +53,9 @@ ACCURACY_FALL = 0.15
 """Accuracy below the best one that gives an alarm."""
 
 QUANTITIES = {
-    "accuracy": ("test", "accuracy", 100.0),
-    "loss": ("train", "loss", 1.0),
-    "pseudo": ("pseudo", "accuracy", 100.0),
-    "above": ("pseudo", "accuracy_above", 100.0),
-    "share_above": ("pseudo", "share_above", 100.0),
-    "share_used": ("pseudo", "share_used", 100.0),
+    **{name: METRICS[name] for name in ("accuracy", "loss", "pseudo", "above", "share_above", "share_used")},
     "evaluation": ("evaluation", "accuracy", 100.0),
-    "epsilon": ("aggregation", "epsilon", 1.0),
+    "epsilon": METRICS["epsilon"],
 }
 """Quantities that are drawn by round: group and name in metrics.jsonl, and the factor by which they are shown."""
 

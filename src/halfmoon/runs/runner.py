@@ -1,7 +1,5 @@
 """Start, compare and resume runs on disk, and write their figures and tables."""
 
-import csv
-import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +28,6 @@ from halfmoon.config.schema import (
 from halfmoon.core.errors import OptionText, UserError
 from halfmoon.core.memory import retain_freed_memory
 from halfmoon.core.plugins import folder_name
-from halfmoon.core.spreadsheet import escape_formulas
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.data.images import SkippedImage
@@ -55,6 +52,7 @@ from halfmoon.runs.parallel import run_in_processes
 from halfmoon.storage import atomic_io, image_digests, integrity
 from halfmoon.storage.folder_writer import CONFIG, advise_for_parent
 from halfmoon.storage.run_folder import BASELINES, PENDING, RUN, SKIPPED, SUMMARY, RunFolder
+from halfmoon.storage.skipped_list import write_skipped_list
 from halfmoon.storage.state_store import TreeStore
 
 TIMED_STEPS = 5
@@ -581,25 +579,13 @@ def write_skipped(root: Path, skipped: Sequence[SkippedImage]) -> None:
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        write_skipped_list(root / SKIPPED, skipped)
+        write_skipped_list(root / SKIPPED, [(image.path, image.reason) for image in skipped])
     except OSError as error:
         raise UserError(
             f"{root}: it cannot be written ({atomic_io.error_reason(error)})",
             option="run_dir",
             hint="choose another {run_dir}.",
         ) from error
-
-
-def write_skipped_list(path: Path, skipped: Sequence[SkippedImage]) -> None:
-    """Write the paths of images that cannot be read, with the reasons, as a CSV file; raise OSError if that fails."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(("path", "reason"))
-    for image in sorted(skipped, key=lambda image: image.path):
-        # A file name that starts with "=" would be a formula in a spreadsheet.
-        table.writerow(escape_formulas([image.path, image.reason]))
-    # File names may contain bytes that are no UTF-8.
-    atomic_io.write_atomically(path, text.getvalue().encode("utf-8", "surrogateescape"))
 
 
 def _iterate_training_images(problem: Problem) -> Iterator[np.ndarray]:

@@ -281,7 +281,7 @@ def count_equal_files(paths: Sequence[Path]) -> int:
 
 
 class ImageHeaders(NamedTuple):
-    """What the headers of some images declare.
+    """Sizes and colors that the headers of some images declare.
 
     Attributes:
         sizes: (height, width) and its count, the most frequent size first.

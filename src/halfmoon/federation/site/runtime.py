@@ -19,7 +19,6 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Images, Split
-from halfmoon.data.images import SkippedImage
 from halfmoon.data.preparation import MAX_SKIPPED_SHARE
 from halfmoon.engine.driver import ClientContext, ClientResult, images_per_call
 from halfmoon.engine.evaluation import Examples, evaluate_model
@@ -52,12 +51,13 @@ from halfmoon.methods import registry
 from halfmoon.runs.budgets import build_budget
 from halfmoon.runs.factory import build_batch_rules, build_method, build_task, build_views, select_device, to_examples
 from halfmoon.runs.features import Progress, select_inputs
-from halfmoon.runs.runner import SKIPPED, write_skipped_list
 from halfmoon.sites.folders.prepare import open_prepared_site, read_left_out
 from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage import atomic_io, serialization
 from halfmoon.storage.events import EventRecorder
 from halfmoon.storage.image_digests import write_digests
+from halfmoon.storage.run_folder import SKIPPED
+from halfmoon.storage.skipped_list import write_skipped_list
 from halfmoon.storage.state_store import StateView, TreeStore
 
 _MEMORY_FILE = re.compile(r"memory-(\d{6,})-(\d{3,})-(\d{3,})-[0-9a-f]{16}\.safetensors")
@@ -580,7 +580,7 @@ class SiteImages:
         path, reason = min(left_out.items())
         list_file = self.state_folder / f"{prefix}{SKIPPED}"
         try:
-            write_skipped_list(list_file, [SkippedImage(0, *item) for item in left_out.items()])
+            write_skipped_list(list_file, left_out.items())
             listed = f"{list_file} lists all"
         except OSError:  # a full disk
             listed = f"`halfmoon site check {shlex.quote(str(folder))}` lists all"
